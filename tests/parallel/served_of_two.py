@@ -1,4 +1,4 @@
-"""What processes train with tables on servers; `braidax launch --module tests.parallel.served_of_two CASE` prints it."""
+"""What processes train with tables on servers; `braidax launch --module tests.parallel.served_of_two CASE` tells."""
 
 import contextlib
 import json

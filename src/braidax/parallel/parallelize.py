@@ -150,7 +150,10 @@ def parallelize(
             f"microbatches is {microbatches}, and plan has {plan.microbatches}: leave it out, or plan anew"
         )
     pieces = microbatches if plan is None else plan.microbatches
-    mesh, more = _context_mesh() if mesh is None else mesh, (trainable, tuple(metrics), compiler_options, rules, servers)
+    mesh, more = (
+        _context_mesh() if mesh is None else mesh,
+        (trainable, tuple(metrics), compiler_options, rules, servers),
+    )
     given = _Given(Loss(loss_fn), optimizer, mesh, strategies, init, batch, pieces, *more)
     return given.step(plan) if stages_axis(strategies) is None else given.pipelined_step(plan)
 
@@ -215,8 +218,8 @@ class _Given:
 
         if self.servers is None and jax.process_index() == 0:
             raise ArgumentError(
-                f"plan has {[*feed.tables]} on servers, and servers is None: give parallelize the gang whose ranks have "
-                f"them, with bx.gang.LocalGang(2) as gang: bx.parallelize(…, servers=gang)"
+                f"plan has {[*feed.tables]} on servers, and servers is None: give parallelize the gang whose ranks "
+                f"have them, with bx.gang.LocalGang(2) as gang: bx.parallelize(…, servers=gang)"
             )
         born = trace_init(self.init, self.loss)
         return ServedStep(
@@ -248,6 +251,11 @@ class _Given:
             plan = make_plan(mesh, self.strategies, model)
         else:
             check_variables(plan, dict(named_leaves(born.out_specs.params, "params")))
+        if served := [one.path for one in plan.variables if is_served(one)]:
+            raise ArgumentError(
+                f"plan has {served}, tables on servers, and a Pipeline, which does not take them yet: expected "
+                f'Hybrid(tables="rows")'
+            )
         options = compiler_options(mesh, plan, self.strategies, self.compiler_options).gradients
         return make_pipelined(training, mesh, self.strategies, plan, compiler_options=options)
 

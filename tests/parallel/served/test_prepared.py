@@ -36,9 +36,7 @@ def zipf_batches(count: int) -> list[dict[str, np.ndarray]]:
 def trained(optimizer: Any, gang: LocalGang, batches: list[Any], *, ahead: int) -> tuple[list[float], Any]:
     strategies = {"data": bx.Hybrid(tables="servers", overrides={"params/table": bx.Served()})}
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    with bx.parallelize(
-        loss, optimizer, mesh, strategies, init=init, batch=specs(batches[0]), servers=gang
-    ) as step:
+    with bx.parallelize(loss, optimizer, mesh, strategies, init=init, batch=specs(batches[0]), servers=gang) as step:
         state, losses = step.init(jax.random.key(0)), list[Any]()
         placed = [place(batch, step.batch_shardings) for batch in batches]
         for coming in placed[:ahead]:
@@ -49,7 +47,7 @@ def trained(optimizer: Any, gang: LocalGang, batches: list[Any], *, ahead: int) 
                     step.prepare(coming)
             state, metrics = step.update(state, batch)
             losses.append(metrics["loss"])
-        assert len(step._prepared) == 0
+        assert step._pulling.take([]) is None
         return [float(one) for one in losses], copied(step.to_dense(state))
 
 
@@ -70,15 +68,18 @@ def test_prefetch_changes_no_bit(optimizer: Any, num_steps: int) -> None:
     assert ahead == losses
     for one, two in zip(jax.tree.leaves(other), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(one, two)
-    assert losses[-1] < losses[0]
+    assert len(set(losses)) == num_steps
 
 
 def test_what_was_prepared_for_other_arrays_is_not_used() -> None:
     batches = zipf_batches(3)
     strategies = {"data": bx.Hybrid(tables="servers", overrides={"params/table": bx.Served()})}
-    with LocalGang(1) as gang, bx.parallelize(
-        loss, optax.sgd(0.1), make_mesh("8 explicit"), strategies, init=init, batch=specs(batches[0]), servers=gang
-    ) as step:
+    with (
+        LocalGang(1) as gang,
+        bx.parallelize(
+            loss, optax.sgd(0.1), make_mesh("8 explicit"), strategies, init=init, batch=specs(batches[0]), servers=gang
+        ) as step,
+    ):
         state = step.init(jax.random.key(0))
         first, second = (place(batch, step.batch_shardings) for batch in batches[:2])
         step.prepare(first)

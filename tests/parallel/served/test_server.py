@@ -35,7 +35,10 @@ def ask(server: TableServer, kind: str, fields: dict[str, Any], arrays: Any = No
 
 
 def made(rank: int = 0, size: int = 1, *, optimizer: str = "sgd", num_workers: int = 1) -> TableServer:
-    server, fields_and_programs = TableServer(rank, size, num_workers), described({"table": form_of(OPTIMIZERS[optimizer])})
+    server, fields_and_programs = (
+        TableServer(rank, size, num_workers),
+        described({"table": form_of(OPTIMIZERS[optimizer])}),
+    )
     fields, programs = fields_and_programs
     ask(server, "make", {"tables": fields}, programs)
     ask(server, "bear", {"step": 0}, {"key": key_data(jax.random.key(4))})
@@ -115,9 +118,11 @@ def test_only_what_has_changed_is_pulled_again() -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "another run": ("pull", {"run": "other"}, {}, "a request is of the run 'other', and server 0 has the tables of 'this'"),
+    "another run": ("pull", {"run": "other"}, {}, "of the run 'other', and server 0 has the tables of 'this'"),
     "unknown kind": ("dance", {}, {}, "was asked to 'dance', expected one of"),
-    "unknown table": ("pull", {"tables": ["none"], "since": -1}, {}, "table 'none' is not on the servers: expected one of ['table']"),
+    "unknown table": (
+        "pull", {"tables": ["none"], "since": -1}, {}, "table 'none' is not on the servers: expected one of ['table']",
+    ),
     "ids out of range": (
         "pull", {"tables": ["table"], "since": -1}, {"table": np.array([0, 11])},
         "ids of table has rows 0 to 11, and server 0 has 11 of table",

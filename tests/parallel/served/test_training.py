@@ -26,7 +26,12 @@ def gang() -> Iterator[LocalGang]:
 
 
 def make_step(loss: Any, optimizer: Any, gang: LocalGang, mesh: str = "8 explicit", **options: Any) -> Any:
-    options = {"init": init, "batch": specs(make_batch()), "strategies": {"data": bx.Hybrid(tables="servers")}, **options}
+    options = {
+        "init": init,
+        "batch": specs(make_batch()),
+        "strategies": {"data": bx.Hybrid(tables="servers")},
+        **options,
+    }
     return bx.parallelize(loss, optimizer, make_mesh(mesh), options.pop("strategies"), servers=gang, **options)
 
 
@@ -37,7 +42,9 @@ def assert_as_on_one_device(
     batches = [place(make_batch(seed), step.batch_shardings) for seed in range(num_updates)]
     first = step.to_dense(state)
     begun = bx.State(0, first.params, optimizer.init(jax.tree.map(jnp.asarray, first.params)), {}, first.key)
-    expected, _, expected_metrics = single_device(as_plain(loss), optimizer, begun, [make_batch(seed) for seed in range(num_updates)])
+    expected, _, expected_metrics = single_device(
+        as_plain(loss), optimizer, begun, [make_batch(seed) for seed in range(num_updates)]
+    )
     for number, (batch, expects) in enumerate(zip(batches, expected_metrics, strict=True)):
         for coming in batches[number + 1 : number + 1 + ahead]:
             step.prepare(coming)
@@ -67,7 +74,8 @@ def test_every_optimizer(gang: LocalGang, optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", [pytest.param("adagrad", marks=SLOW), "momentum"])
 @pytest.mark.parametrize(
-    ("loss", "mesh"), [("scanned", "8 auto"), pytest.param("sampled", "4x2 auto", marks=SLOW), ("sampled", "8 explicit")]
+    ("loss", "mesh"),
+    [("scanned", "8 auto"), pytest.param("sampled", "4x2 auto", marks=SLOW), ("sampled", "8 explicit")],
 )
 def test_every_loss_on_every_mesh(gang: LocalGang, loss: str, mesh: str, optimizer: str) -> None:
     with make_step(LOSSES[loss], OPTIMIZERS[optimizer], gang, mesh) as step:
@@ -92,7 +100,10 @@ def test_sums_over_rows_are_those_of_all_servers(gang: LocalGang) -> None:
         )  # fmt: skip
         other = dense.init(jax.random.key(3))
         for seed in range(3):
-            (state, told), (other, expected) = step.update(state, make_batch(seed)), dense.update(other, make_batch(seed))
+            (state, told), (other, expected) = (
+                step.update(state, make_batch(seed)),
+                dense.update(other, make_batch(seed)),
+            )
             np.testing.assert_allclose(told["grad_norm"], expected["grad_norm"], rtol=1e-5)
 
 
@@ -115,7 +126,12 @@ def test_a_learning_rate_that_is_set_counts_from_there(gang: LocalGang) -> None:
     with make_step(pooled, optimizer, gang) as step:
         state = step.init(jax.random.key(3))
         dense = bx.parallelize(
-            pooled, optimizer, make_mesh("8 explicit"), {"data": bx.DataParallel()}, init=init, batch=specs(make_batch())
+            pooled,
+            optimizer,
+            make_mesh("8 explicit"),
+            {"data": bx.DataParallel()},
+            init=init,
+            batch=specs(make_batch()),
         )
         other = dense.init(jax.random.key(3))
         for seed in range(6):

@@ -358,7 +358,7 @@ def _alike(kept: Sequence[Kept], one: Program, microbatches: int) -> list[Kept]:
 
 def sharding_of(layout: Layout, mesh: Mesh) -> NamedSharding:
     """Returns where a leaf of the state lies, which keeps its shape: of a table by rows, consecutive ones."""
-    return replace(layout, by_rows=False).sharding(mesh)
+    return replace(layout, fed="no").sharding(mesh)
 
 
 def _as_program(part: Part) -> Program:

@@ -27,8 +27,8 @@ def with_sent(plan: Plan, model: Model) -> Plan:
     A whole gradient is all-reduced: `2 B (N - 1) / N`. A weight that is gathered, or goes around, sends
     `B (N - 1) / N` for it forward, again backward unless it is kept, and for its gradient, in each microbatch and each
     form in which samples meet it; sums over other axes are of the part that is left. Lookups exchange rows. What is
-    used in pieces is exchanged, and so is its gradient. Tables by rows, or served, are what the strategy has counted, or an
-    upper bound. A frozen variable has no gradient. What activations send is not in it.
+    used in pieces is exchanged, and so is its gradient. Tables by rows, or served, are what the strategy has counted,
+    or an upper bound. A frozen variable has no gradient. What activations send is not in it.
     """
     sizes = {axis.name: axis.size for axis in plan.axes if axis.name in plan.batch_axes}
 

@@ -32,6 +32,9 @@ class InPieces:
     stored: int | None
 
 
+Fed = Literal["no", "of devices", "of servers"]
+
+
 class RingAxis(NamedTuple):
     """How parts go around. **Fields:** along which `axis`; `in_place`: each is handed on when it has been used."""
 
@@ -47,16 +50,15 @@ class Layout:
     `[ceil(V / N), N]`, of which the second is split: row `id` is on device `id mod N`; that form is made by the feed.
 
     **Fields:** `shape`: as the loss has it. `dim_axes`: for each dim the axes that split it, the outermost first.
-    `by_rows`: whether dim 0 is split by rows. `served`: whether servers have it, and no device. `gathered`: the axes along which the loss gathers it where it uses it;
-    `keeps`: what was gathered stays for the backward pass.
-    `ring`: how its parts go around.
+    `fed`: whether the loss gets rows of it: of devices, among which dim 0 is split by rows, or of servers, which have
+    it in place of devices. `gathered`: the axes along which the loss gathers it where it uses it; `keeps`: what was
+    gathered stays for the backward pass. `ring`: how its parts go around.
     `by_sequence`: the axes along which activations between blocks are split by sequence. `pieces`: in which it is used.
     """
 
     shape: tuple[int, ...]
     dim_axes: tuple[tuple[Axis, ...], ...]
-    by_rows: bool = False
-    served: bool = False
+    fed: Fed = "no"
     gathered: frozenset[str] = frozenset()
     keeps: bool = False
     ring: RingAxis | None = None
@@ -84,9 +86,9 @@ class Layout:
             )
         if self.pieces is not None and (self.pieces.dim == dim or by_rows):
             raise ArgumentError(f"dim={dim} is split in pieces on the axis {self.pieces.axis.name}")
-        if self.served:
+        if self.fed == "of servers":
             raise ArgumentError(
-                f"dim={dim} would be split along {axis.name}, and servers have the variable: expected it replicated there"
+                f"dim={dim} would be split along {axis.name}, and servers have the variable: expected it replicated"
             )
         if how == "rotated" and (self.rotated is not None or self.by_rows or self.is_split):
             raise ArgumentError(
@@ -100,7 +102,8 @@ class Layout:
         outer = [other for other in dims[dim] if other not in inner]
         dims[dim] = (*outer, axis, *inner)  # what is gathered lies within what is not, what is exchanged in both
         gathered = self.gathered | {axis.name} if how == "gathered" else self.gathered
-        made = replace(self, dim_axes=tuple(dims), by_rows=self.by_rows or by_rows, gathered=gathered)
+        fed = "of devices" if by_rows else self.fed
+        made = replace(self, dim_axes=tuple(dims), fed=fed, gathered=gathered)
         made = replace(made, ring=RingAxis(axis.name)) if how == "rotated" else made
         if made.by_rows and any(made.padding[1:]):
             odd = next(dim for dim, more in enumerate(made.padding) if dim and more)
@@ -184,9 +187,14 @@ class Layout:
         return self.pieces is not None or any(self.kept_axes(dim) for dim in range(self.by_rows, len(self.shape)))
 
     @property
+    def by_rows(self) -> bool:
+        """Whether dim 0 is split by rows."""
+        return self.fed == "of devices"
+
+    @property
     def is_fed(self) -> bool:
-        """Whether the loss gets rows of it, whoever has these: other devices, or servers."""
-        return self.by_rows or self.served
+        """Whether the loss gets rows of it, whoever has these."""
+        return self.fed != "no"
 
     @property
     def spec(self) -> PartitionSpec:

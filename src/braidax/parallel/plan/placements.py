@@ -81,7 +81,7 @@ class Served:
                 f"a variable of shape {list(layout.shape)}, split along {split}, would be served along {axis.name}: "
                 f"expected a table that no axis splits"
             )
-        return replace(layout, served=True)
+        return replace(layout, fed="of servers")
 
     def __str__(self) -> str:
         """`served`."""

@@ -123,7 +123,8 @@ class FullySharded:
             dims.remove(taken.pieces.dim)
         size = bytes_where_used(model, path)
         if taken.is_fed:
-            return Choice(Replicated(), f"fully sharded: {'served' if taken.served else 'by rows'} along another axis")
+            how = "by rows" if taken.by_rows else "served"
+            return Choice(Replicated(), f"fully sharded: {how} along another axis")
         if any(site.role == "rows" for site in sites):
             dims = [*dims[1:], *dims[:1]]  # rows in parts are looked up where they lie
         even = [dim for dim in dims if spec.shape[dim] % (taken.num_parts(dim) * axis.size) == 0]
@@ -147,8 +148,7 @@ class Hybrid:
     that moves fewer bytes than its whole gradient (Parallax, EuroSys 2019, section 3); everything else is replicated
     and its gradient all-reduced, or lies as `dense` says.
 
-    **Arguments:** `tables`: who has the tables. "rows": the devices. "servers": those that `parallelize` is given, in
-    their host memory, which also move the rows (parameter servers); see `Served`. `dense`: places what is not split by rows, such as `FullySharded()`. `overrides`: placements by
+    **Arguments:** `dense`: places what is not split by rows, such as `FullySharded()`. `overrides`: placements by
     pattern of the variable's path, such as `{"params/embed*": Replicated()}` (`fnmatch`); the first that matches
     counts. `row_optimizers`: what moves the rows of tables, by pattern, such as `{"params/embed*":
     row_adagrad(0.1)}`; the optimizer of the step moves all others. `touched`: what `measure_touched` has counted of
@@ -156,7 +156,9 @@ class Hybrid:
     room for rows follows it. `out_of_range`: what becomes of ids that no row has. "as jax": what the loss says
     (`jnp.take(mode=…)`: clipped, filled or promised not to come), the same on every device. "raise": `DataError`
     some updates later. `combine_bytes`: all-reduces are put together up to this size, the `bucket_cap` of other
-    frameworks; None leaves it to the compiler (GPUs; the CPU's always makes one).
+    frameworks; None leaves it to the compiler (GPUs; the CPU's always makes one). `tables`: who has the tables. "rows":
+    the devices. "servers": those that `parallelize` is given, in their host memory, where they also move the rows
+    (parameter servers); see `Served`.
     """
 
     overrides: Mapping[str, Placement] = field(default_factory=dict[str, Placement])

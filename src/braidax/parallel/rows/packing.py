@@ -231,7 +231,9 @@ class Packing:
         """Sums the gradients of rows where the rows are. **Arguments:** `gradients`: of each lookup's rows."""
         trips: list[Trip] = []
         for group, route in zip(self.groups, routes, strict=True):
-            packed = [self._flat.pack(members, gradients, group.exchange.num_parts, filler=0) for members in group.lookups]
+            packed = [
+                self._flat.pack(members, gradients, group.exchange.num_parts, filler=0) for members in group.lookups
+            ]
             trips.append(Trip(route, push_rows(group.exchange, route, packed)))
         return trips
 

@@ -14,6 +14,7 @@ from braidax.parallel.plan.model import Model, RotatedUses, RowWork
 from braidax.parallel.plan.plan import Plan
 from braidax.parallel.plan.ring_uses import expert_uses, rotated_uses
 from braidax.parallel.plan.strategy import Strategy
+from braidax.parallel.served.feed import ServedFeed
 from braidax.program import (
     Cut,
     LeafUses,
@@ -27,8 +28,6 @@ from braidax.program import (
     named_leaves,
     without_leaves,
 )
-
-from braidax.parallel.served.feed import ServedFeed
 
 from .feed import RowFeed
 from .options import RowOptions, row_options

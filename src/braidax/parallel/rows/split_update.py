@@ -117,9 +117,7 @@ class SplitUpdate:
         if catch_up is None or all(scalar.kind != "fixed" for scalar in catch_up.scalars):
             return table, rows
         of_table, state = self._tables[name], RowState(rows, numbers.before)
-        table, state = settle_rows(
-            of_table.axes, table, state, optimizer=of_table.optimizer, wanted=numbers.changed
-        )
+        table, state = settle_rows(of_table.axes, table, state, optimizer=of_table.optimizer, wanted=numbers.changed)
         return table, state.rows
 
     def _sums(

@@ -60,7 +60,7 @@ class BatchRows:
             yield part, own
 
     def summed(self, parts: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
-        """Sums the gradients of all devices, `[u, D]`: each row travels once. **Arguments:** as `spread` yields them."""
+        """Sums the gradients of all devices, `[u, D]`: each row travels once. **Arguments:** as of `spread`."""
         first = next(iter(parts.values()))
         total = np.zeros((len(self.unique), first.shape[1]), first.dtype)
         for part, gradients in parts.items():

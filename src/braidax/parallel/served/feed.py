@@ -25,7 +25,6 @@ from braidax.program import Program, join, named_leaves, of_no_rows, reads_argum
 
 from .programs import RowRules, TableForm, rules_of_own, rules_of_split, shared_of, table_form
 
-
 _SQUARES = Sum(
     0,
     jax.ShapeDtypeStruct((), jnp.float32),
@@ -36,10 +35,10 @@ _SQUARES = Sum(
 
 class Fed(NamedTuple):
     """What devices are given of tables. **Fields:** by table `rows`, `[N, K, D]`, and `slots`, int32 `[N, m]`, which of
-    its rows each of a device's ids is."""
+    its rows each of a device's ids is; or how they lie."""
 
-    rows: dict[str, jax.Array]
-    slots: dict[str, jax.Array]
+    rows: Any
+    slots: Any
 
 
 @final
@@ -196,9 +195,9 @@ class ServedFeed:
         for term in self._sums:
             if of_no_rows(term.operands) or sums_below(term.operands):
                 raise ArgumentError(
-                    f"optimizer has {term.name} over all rows of {term.operands[0].table}, which is on servers, of more "
-                    f"than their gradients: expected a sum of these alone, as optax.clip_by_global_norm takes it, first "
-                    f'in a chain; or keep the table on devices: Hybrid(tables="rows")'
+                    f"optimizer has {term.name} over all rows of {term.operands[0].table}, which is on servers, of "
+                    f"more than their gradients: expected a sum of these alone, as optax.clip_by_global_norm takes it, "
+                    f'first in a chain; or keep the table on devices: Hybrid(tables="rows")'
                 )
 
     @property

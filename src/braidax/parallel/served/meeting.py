@@ -44,7 +44,9 @@ class Meeting:
 
     def to_json(self) -> bytes:
         """Returns it for the other processes of a job."""
-        return json.dumps([self.host, self.port, self.secret.hex(), self.job, self.transport, self.timeout_seconds]).encode()
+        return json.dumps(
+            [self.host, self.port, self.secret.hex(), self.job, self.transport, self.timeout_seconds]
+        ).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> "Meeting":
@@ -73,7 +75,7 @@ def begin_meeting(
 
 
 def find_meeting(others: Coordination, *, timeout_seconds: float) -> Meeting:
-    """Returns what the process that has the gang has begun. **Raises:** `CommError` when it has not within the limit."""
+    """Returns what the process that has the gang has begun. **Raises:** `CommError` when it has not in time."""
     text = others.find("meeting", timeout_seconds=timeout_seconds)
     if text is None:
         raise CommError(

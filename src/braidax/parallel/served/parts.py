@@ -24,7 +24,7 @@ def on_devices(parts: Mapping[int, NDArray[Any]], *, sharding: NamedSharding, nu
     """Undoes `local_parts`. **Arguments:** `num_parts`: of all processes."""
     shape = (num_parts, *next(iter(parts.values())).shape)
 
-    def part(index: tuple[slice, ...]) -> NDArray[Any]:
+    def part(index: Any) -> NDArray[Any]:
         start, stop, _ = index[0].indices(num_parts)
         return np.stack([parts[at] for at in range(start, stop)])
 

@@ -21,26 +21,37 @@ _PLATFORMS = ("cpu",)  # servers compute with what is in their host memory
 
 @dataclass(frozen=True)
 class KeptForm:
-    """What a server keeps of each row besides its value. **Fields:** its `name`, the `shape` of one row, and `dtype`."""
+    """What a server keeps of each row besides its value. **Fields:** `name`, `dtype`, and the `shape` of one row."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
 
 
+class Programs(NamedTuple):
+    """What is computed with rows, as JAX writes programs down.
+
+    They take and give arrays of `m` rows, `values [m, D]` and what is kept of them, and numbers that all rows share.
+
+    **Fields:** `born`: `key data -> table`. `begin`: `values -> (*kept, *shared)`. `update`: `(gradients, values,
+    *kept, *shared) -> (values, *kept, *shared)`. `settle`: `(values, *kept, *shared) -> (values, *kept)`, rows as they are once
+    every step has moved them; empty where rows without a gradient rest. `sums`: `gradients -> (*sums)`, over rows, to
+    which a row with a gradient of 0 adds nothing; empty where nobody needs one.
+    """
+
+    born: bytes
+    begin: bytes
+    update: bytes
+    settle: bytes
+    sums: bytes
+
+
 @dataclass(frozen=True)
 class TableForm:
-    """A table as servers have it, with the programs that begin, move and read its rows.
-
-    Programs take and give arrays of `m` rows, `values [m, D]` and what is kept of them, and numbers that all rows
-    share.
+    """A table as servers have it.
 
     **Fields:** `name`. `shape`, `dtype`: of the whole table. `kept`: forms. `num_shared`: how many numbers the rows
-    share. `born`: `key data -> table`. `begin`: `values -> (*kept, *shared)`. `update`:
-    `(gradients, values, *kept, *shared) -> (values, *kept, *shared)`. `settle`: `(values, *kept, *shared) ->
-    (values, *kept)`, rows as they are once every step has moved them; empty where rows without a gradient rest. `sums`:
-    `gradients -> (*sums)`, over rows, to which a row with a gradient of 0 adds nothing; empty where nobody needs one.
-    `joins`: how the sums of several servers are put together, by `JOINS`.
+    share. `joins`: how the sums of several servers are put together, by `JOINS`. `programs`.
     """
 
     name: str
@@ -48,12 +59,8 @@ class TableForm:
     dtype: str
     kept: tuple[KeptForm, ...]
     num_shared: int
-    born: bytes
-    begin: bytes
-    update: bytes
-    settle: bytes
-    sums: bytes = b""
-    joins: tuple[str, ...] = ()
+    joins: tuple[str, ...]
+    programs: Programs
 
     @property
     def width(self) -> int:
@@ -120,6 +127,71 @@ def table_form(name: str, spec: jax.ShapeDtypeStruct, born: Program, rules: RowR
 
     **Arguments:** `name`: its leaf in what `born` makes. `spec`: of the whole table. `born`: `key -> Born`.
     """
+    rows = _FlatRows(spec, rules)
+    (count,) = export.symbolic_shape("m")
+    values = jax.ShapeDtypeStruct((count, math.prod(spec.shape[1:])), spec.dtype)
+    given = [jax.ShapeDtypeStruct((count, *one.shape), jnp.dtype(one.dtype)) for one in rows.forms]
+    of_rows = (values, *given, *rows.shared)
+    moves = rules.optimizer.settle is not None
+    programs = Programs(
+        born=_exported(*_born(name, spec, born)),
+        begin=_exported(rows.begin, values),
+        update=_exported(rows.update, values, *of_rows),
+        settle=_exported(rows.settle, *of_rows) if moves else b"",
+        sums=_exported(lambda gradients: [one.of(gradients, ()) for one in rules.sums], values) if rules.sums else b"",
+    )
+    joins = tuple(one.join for one in rules.sums)
+    return TableForm(name, tuple(spec.shape), str(spec.dtype), rows.forms, len(rows.shared), joins, programs)
+
+
+class _FlatRows:
+    """The rules of a table as functions of flat lists: values, what is kept of rows, and what all share."""
+
+    def __init__(self, spec: jax.ShapeDtypeStruct, rules: RowRules) -> None:
+        self._spec, self._rules = spec, rules
+        some = jax.ShapeDtypeStruct((3, math.prod(spec.shape[1:])), spec.dtype)
+        kept, shared = jax.eval_shape(self._begun, some)
+        leaves, self._kept = jax.tree.flatten(kept)
+        self.shared, self._shared = jax.tree.flatten(shared)
+        self.forms = tuple(
+            KeptForm(path, tuple(leaf.shape[1:]), str(leaf.dtype))
+            for (path, _), leaf in zip(named_leaves(kept), leaves, strict=True)
+        )
+
+    def _begun(self, values: jax.Array) -> Any:
+        return self._rules.begin(values.reshape(values.shape[0], *self._spec.shape[1:]))
+
+    def begin(self, values: jax.Array) -> list[jax.Array]:
+        """Of `Programs`."""
+        kept, shared = self._begun(values)
+        return [*self._flat(kept), *jax.tree.leaves(shared)]
+
+    def settle(self, values: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
+        """Of `Programs`."""
+        values, kept, _ = self._settled(values, leaves)
+        return [values.astype(self._spec.dtype), *self._flat(kept)]
+
+    def update(self, gradients: jax.Array, values: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
+        """Of `Programs`."""
+        values, kept, shared = self._settled(values, leaves)
+        moves, kept, shared = self._rules.optimizer.update(gradients, values, kept, shared)
+        return [(values + moves).astype(self._spec.dtype), *self._flat(kept), *jax.tree.leaves(shared)]
+
+    def _settled(self, values: jax.Array, leaves: Sequence[jax.Array]) -> tuple[jax.Array, Any, Any]:
+        count, settle = len(self.forms), self._rules.optimizer.settle
+        rows = [leaf if leaf.ndim == 1 else leaf.reshape(leaf.shape[0], -1) for leaf in leaves[:count]]
+        kept, shared = self._kept.unflatten(rows), self._shared.unflatten(leaves[count:])
+        if settle is not None:
+            values, kept = settle(values, kept, shared)
+        return values, kept, shared
+
+    def _flat(self, kept: Any) -> list[jax.Array]:
+        pairs = zip(jax.tree.leaves(kept), self.forms, strict=True)
+        return [leaf.reshape(leaf.shape[0], *one.shape).astype(one.dtype) for leaf, one in pairs]
+
+
+def _born(name: str, spec: jax.ShapeDtypeStruct, born: Program) -> tuple[Callable[[jax.Array], jax.Array], Any]:
+    """Returns what makes a table of the numbers of a key, and the form of these."""
     impls: list[Any] = []
 
     def data_of(key: jax.Array) -> jax.Array:
@@ -132,67 +204,7 @@ def table_form(name: str, spec: jax.ShapeDtypeStruct, born: Program, rules: RowR
         made = born(jax.random.wrap_key_data(data, impl=impls[0]))
         return dict(named_leaves(made.params))[name].reshape(spec.shape)
 
-    (count,) = export.symbolic_shape("m")
-    row, width = spec.shape[1:], math.prod(spec.shape[1:])
-    values = jax.ShapeDtypeStruct((count, width), spec.dtype)
-
-    def begin(values: jax.Array) -> Any:
-        return rules.begin(values.reshape(values.shape[0], *row))
-
-    kept, shared = jax.eval_shape(begin, jax.ShapeDtypeStruct((3, width), spec.dtype))
-    names, kept_leaves, kept_tree = [one for one, _ in named_leaves(kept)], *jax.tree.flatten(kept)
-    shared_leaves, shared_tree = jax.tree.flatten(shared)
-    forms = tuple(
-        KeptForm(one, tuple(leaf.shape[1:]), str(leaf.dtype)) for one, leaf in zip(names, kept_leaves, strict=True)
-    )
-    given = [jax.ShapeDtypeStruct((count, *one.shape), leaf.dtype) for one, leaf in zip(forms, kept_leaves, strict=True)]
-
-    def flat(leaf: jax.Array) -> jax.Array:
-        return leaf if leaf.ndim == 1 else leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:]))
-
-    def taken(leaves: Sequence[jax.Array]) -> tuple[Any, Any]:
-        kept, shared = leaves[: len(forms)], leaves[len(forms) :]
-        return kept_tree.unflatten(map(flat, kept)), shared_tree.unflatten(shared)
-
-    def shaped(kept: Any) -> list[jax.Array]:
-        leaves = jax.tree.leaves(kept)
-        return [
-            leaf.reshape(leaf.shape[0], *one.shape).astype(one.dtype) for leaf, one in zip(leaves, forms, strict=True)
-        ]
-
-    settled = rules.optimizer.settle
-
-    def settle(values: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
-        kept, shared = taken(leaves)
-        assert settled is not None, "exported where rows move without a gradient"
-        values, kept = settled(values, kept, shared)
-        return [values.astype(spec.dtype), *shaped(kept)]
-
-    def update(gradients: jax.Array, values: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
-        kept, shared = taken(leaves)
-        if settled is not None:
-            values, kept = settled(values, kept, shared)
-        moves, kept, shared = rules.optimizer.update(gradients, values, kept, shared)
-        return [(values + moves).astype(spec.dtype), *shaped(kept), *jax.tree.leaves(shared)]
-
-    def begun(values: jax.Array) -> list[jax.Array]:
-        kept, shared = begin(values)
-        return [*shaped(kept), *jax.tree.leaves(shared)]
-
-    of_rows = (values, *given, *shared_leaves)
-    return TableForm(
-        name,
-        tuple(spec.shape),
-        str(spec.dtype),
-        forms,
-        len(shared_leaves),
-        born=_exported(table, data),
-        begin=_exported(begun, values),
-        update=_exported(update, values, *of_rows),
-        settle=b"" if settled is None else _exported(settle, *of_rows),
-        sums=_exported(lambda gradients: [one.of(gradients, ()) for one in rules.sums], values) if rules.sums else b"",
-        joins=tuple(one.join for one in rules.sums),
-    )
+    return table, data
 
 
 def _exported(fn: Callable[..., Any], *specs: Any) -> bytes:

@@ -1,7 +1,6 @@
 """A server: the parts of tables that one rank of a gang has, and what it answers."""
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -14,11 +13,9 @@ from braidax.comm import Communicator
 from braidax.errors import ArgumentError, WaitTimeout
 
 from .meeting import Meeting
-from .programs import KeptForm, TableForm
+from .programs import KeptForm, Programs, TableForm
 from .shard import Shard
 from .wire import Message, packed, unpacked
-
-_PROGRAMS = ("born", "begin", "update", "settle", "sums")
 
 _Given = list[tuple[Shard, NDArray[Any], NDArray[Any]]]
 
@@ -38,6 +35,7 @@ class TableServer:
         self._run, self._step = "", 0  # whose tables these are, and how many updates they have seen
         self._shards: dict[str, Shard] = {}
         self._given: dict[int, _Given] = {}  # by who has given them, the gradients of the update that is coming
+        self._total: _Given | None = None  # once all have
         self._told: dict[int, list[list[NDArray[Any]]]] = {}  # the numbers by which these move rows
         self._answers = {
             "make": self._make,
@@ -70,10 +68,11 @@ class TableServer:
         """Makes room for the tables of a run, in place of what there was."""
         shards: dict[str, Shard] = {}
         for number, fields in enumerate(message.fields["tables"]):
-            programs = {one: message.arrays[f"{number}/{one}"].tobytes() for one in _PROGRAMS}
-            kept = tuple(KeptForm(name, tuple(shape), dtype) for name, shape, dtype in fields.pop("kept"))
-            tuples = {one: tuple(fields[one]) for one in ("shape", "joins")}
-            form = TableForm(**{**fields, **tuples}, kept=kept, **programs)
+            programs = Programs(*(message.arrays[f"{number}/{one}"].tobytes() for one in Programs._fields))
+            kept = tuple(KeptForm(name, tuple(shape), dtype) for name, shape, dtype in fields["kept"])
+            given: dict[str, Any] = {**fields, "kept": kept, "programs": programs}
+            given |= {one: tuple(fields[one]) for one in ("shape", "joins")}
+            form = TableForm(**given)
             try:
                 shards[form.name] = Shard(form, self._rank, self._size)
             except MemoryError as error:
@@ -104,6 +103,7 @@ class TableServer:
     def _begin(self, step: int) -> None:
         """Waits for the update behind so many others."""
         self._step = step
+        self._total = None
         self._given.clear()
         self._told.clear()
 
@@ -156,11 +156,12 @@ class TableServer:
 
     def _joined(self) -> _Given:
         """Returns the gradients of all, each row once."""
-        if len(self._given) > 1:
-            ranks = sorted(self._given)
-            tables = zip(*(self._given[rank] for rank in ranks), strict=True)
-            self._given = dict.fromkeys(ranks, [_joined(parts) for parts in tables])
-        return next(iter(self._given.values()))
+        if self._num_workers == 1:
+            return next(iter(self._given.values()))
+        if self._total is None:
+            tables = zip(*(self._given[rank] for rank in sorted(self._given)), strict=True)
+            self._total = [_joined(parts) for parts in tables]
+        return self._total
 
     def _checked(self, message: Message) -> int:
         step = int(message.fields["step"])
@@ -188,7 +189,10 @@ class TableServer:
 
     def _read(self, rank: int, message: Message) -> Any:
         """Reads consecutive rows here, as they are now, and what is kept of them."""
-        shard, start, stop = self._shard(message.fields["table"]), *(int(message.fields[at]) for at in ("start", "stop"))
+        shard, start, stop = (
+            self._shard(message.fields["table"]),
+            *(int(message.fields[at]) for at in ("start", "stop")),
+        )
         part = slice(max(0, start), min(stop, shard.num_rows))
         shard.settle(part)
         kept = {f"kept/{at}": leaf[part] for at, leaf in enumerate(shard.kept)}
@@ -215,11 +219,11 @@ def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dic
     fields: list[dict[str, Any]] = []
     arrays: dict[str, NDArray[np.uint8]] = {}
     for number, form in enumerate(forms.values()):
-        programs = {one: getattr(form, one) for one in _PROGRAMS}
         kept = [[one.name, list(one.shape), one.dtype] for one in form.kept]
-        plain = {one.name: getattr(form, one.name) for one in dataclasses.fields(form) if one.name not in _PROGRAMS}
+        plain = {one: getattr(form, one) for one in ("name", "dtype", "num_shared")}
         fields.append({**plain, "shape": list(form.shape), "joins": list(form.joins), "kept": kept})
-        arrays |= {f"{number}/{one}": np.frombuffer(program, np.uint8) for one, program in programs.items()}
+        for name, program in form.programs._asdict().items():
+            arrays[f"{number}/{name}"] = np.frombuffer(program, np.uint8)
     return fields, arrays
 
 

@@ -44,8 +44,8 @@ class Servers:
 
     All processes of a run have one of these; where that says so, all call a method at the same time.
 
-    **Arguments:** `gang`: which runs; its ranks do nothing else meanwhile. None in all processes but the first. `forms`:
-    of the tables, by name. `transport`: of the messages. `timeout_seconds`: the limit of each wait.
+    **Arguments:** `gang`: which runs; its ranks do nothing else meanwhile. None in all processes but the first.
+    `forms`: of the tables, by name. `transport`: of the messages. `timeout_seconds`: the limit of each wait.
 
     **Raises:** as `Gang.submit`, and as `comm.connect`.
     """
@@ -67,8 +67,9 @@ class Servers:
             self.num_servers = gang.size
             if others is not None:
                 others.set("servers", str(gang.size).encode())
-            options = {"transport": transport, "timeout_seconds": timeout_seconds}
-            with begin_meeting(gang.hosts, others=others, **options) as meeting:
+            with begin_meeting(
+                gang.hosts, transport=transport, timeout_seconds=timeout_seconds, others=others
+            ) as meeting:
                 self._serving = gang.submit(serve, meeting, self._num_workers)
                 self._world = meeting.join(gang.size, gang.size + self._num_workers)
         else:
@@ -96,12 +97,12 @@ class Servers:
     # Rows
 
     def bear(self, key: jax.Array) -> None:
-        """Makes the first rows of all tables; all processes call it. **Arguments:** `key`: that `init` of the step is given."""
+        """Makes the first rows of all tables; all processes call it. **Arguments:** `key`: that the step is given."""
         data = key_data(key)
         self._first_asks(lambda server: self._packed("bear", {"step": 0}, {"key": data}))
 
     def pull(self, batch: Mapping[str, BatchRows], *, known: Rows | None = None) -> Rows:
-        """Returns rows as they are now. **Arguments:** `known`: the same as they were; what has changed is asked for."""
+        """Returns rows as they are now. **Arguments:** `known`: as they were, so that only changes are asked for."""
         names, since = [*batch], -1 if known is None else known.step
         values = {
             name: known.values[name] if known is not None else self._empty(name, len(rows.unique))
@@ -190,7 +191,10 @@ class Servers:
         return WholeTable(values, kept)
 
     def write(self, name: str, table: WholeTable, shared: Sequence[Any], step: int) -> None:
-        """Puts a table in place of what servers have; all processes call it. **Arguments:** `shared`: numbers that rows are brought up by."""
+        """Puts a table in place of what servers have; all processes call it.
+
+        **Arguments:** `shared`: the numbers that rows are brought up by. `step`: how many updates they have seen.
+        """
         form, size = self._forms[name], self.num_servers
         numbers = {f"shared/{at}": number for at, number in enumerate(shared)}
 
@@ -249,6 +253,6 @@ def check_gang(gang: Any) -> None:
     """Raises `ArgumentError` for what is no gang that runs."""
     if not isinstance(gang, Gang):
         raise ArgumentError(
-            f"servers is {gang!r}, expected a gang whose ranks will have the tables: with bx.gang.LocalGang(2) as gang: "
-            f"bx.parallelize(…, servers=gang)"
+            f"servers is {gang!r}, expected a gang whose ranks will have the tables: "
+            f"with bx.gang.LocalGang(2) as gang: bx.parallelize(…, servers=gang)"
         )

@@ -36,13 +36,13 @@ class Shard:
         self.kept = [np.zeros((self.num_rows, *one.shape), jax.numpy.dtype(one.dtype)) for one in form.kept]
         self.touched = np.full(self.num_rows, -1, np.int64)
         self._shared: list[Any] = []  # numbers by which rows that are read are brought up
-        self._begin, self._update = _loaded(form.begin), _loaded(form.update)
-        self._settle = _loaded(form.settle) if form.settle else None
-        self._sums = _loaded(form.sums) if form.sums else None
+        self._begin, self._update = _loaded(form.programs.begin), _loaded(form.programs.update)
+        self._settle = _loaded(form.programs.settle) if form.programs.settle else None
+        self._sums = _loaded(form.programs.sums) if form.programs.sums else None
 
     def bear(self, key_data: NDArray[Any]) -> None:
         """Makes the first rows, as the user's `init` makes the table. **Arguments:** `key_data`: of its key."""
-        table = np.asarray(_loaded(self.form.born)(key_data))
+        table = np.asarray(_loaded(self.form.programs.born)(key_data))
         self.load(table.reshape(self.form.shape[0], self.form.width)[self.rank :: self.size])
 
     def load(self, values: NDArray[Any]) -> None:
@@ -161,7 +161,7 @@ class Shard:
         """Raises `ArgumentError` for numbers of rows that are not here."""
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise ArgumentError(f"{name} is {ids.dtype}{list(ids.shape)}, expected integers [m]")
-        if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < self.num_rows):
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_rows):
             raise ArgumentError(
                 f"{name} has rows {int(ids.min())} to {int(ids.max())}, and server {self.rank} has {self.num_rows} of "
                 f"{self.form.name}: expected 0 <= row < {self.num_rows}"

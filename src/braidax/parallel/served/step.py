@@ -4,37 +4,30 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, final
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
-from braidax.errors import ArgumentError, DataError
+from braidax.errors import ArgumentError
 from braidax.gang import Gang
 from braidax.parallel.compiler_options import CompilerOptions
 from braidax.parallel.compute.in_flight import InFlight
 from braidax.parallel.compute.work import GRAD_NORM, Work
 from braidax.parallel.given.arrays import adopt, place, typed_key
 from braidax.parallel.plan.batch import shard_batch
-from braidax.parallel.rows.options import out_of_range_told
 from braidax.parallel.state import State
-from braidax.program import OUT_OF_RANGE, Program, compile_on, difference, join, named_leaves, specs_of
+from braidax.program import Program, compile_on, difference, named_leaves, specs_of
 
 from .batch_rows import BatchRows
-from .feed import Fed, ServedFeed, ServedReading
-from .parts import local_parts, on_devices
+from .feed import ServedFeed, ServedReading
+from .parts import local_parts
 from .programs import numbers_to_send
-from .servers import Rows, Servers, WholeTable
-
-
-class _Prepared(NamedTuple):
-    """Rows that are being pulled. **Fields:** `read`: the leaves of the batch. `rows`: what is coming."""
-
-    read: tuple[weakref.ref[jax.Array], ...]
-    rows: "Future[tuple[dict[str, BatchRows], Rows]]"
+from .pulling import Pulling, fed_with
+from .servers import Servers, WholeTable
 
 
 class _Evaluation(NamedTuple):
@@ -87,7 +80,13 @@ class ServedStep:
         self._apply = compile_on(
             self.mesh,
             work.apply,
-            in_shardings=(held.step, held.params, held.opt_state, (work.gradient_shardings[0], self._whole), self._whole),
+            in_shardings=(
+                held.step,
+                held.params,
+                held.opt_state,
+                (work.gradient_shardings[0], self._whole),
+                self._whole,
+            ),
             out_shardings=(held.step, held.params, held.opt_state),
             donate=(0, 1, 2),
             compiler_options=compiler_options.apply,
@@ -96,13 +95,13 @@ class ServedStep:
         self._ids = self._compiled_ids(reading, batch_shardings)
         self._in_flight = InFlight(self.mesh)
         self._evaluations: dict[Any, _Evaluation] = {}
-        self._prepared: list[_Prepared] = []
         self._pushed: Future[None] | None = None
         self._last: weakref.ref[jax.Array] | None = None  # the step of the state that belongs to what servers have
         self._num_updates = 0
         self._forms = feed.forms(born)
         self._servers = Servers(gang, self._forms)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
+        self._pulling = Pulling(self._servers, feed, self._thread)
 
     def _read(self, reading: ServedReading) -> tuple[Any, ...]:
         """The shardings of what gradients and evaluations are given."""
@@ -130,7 +129,7 @@ class ServedStep:
         if difference(self._state_specs.key, key, "key"):
             raise ArgumentError(f"key is {key!r}, expected one {self._state_specs.key.dtype}: jax.random.key(seed)")
         self._wait()
-        self._prepared.clear()
+        self._pulling.forget()
         self._servers.bear(key)
         return self._own(self._init(place(key, self._whole)), 0)
 
@@ -179,10 +178,11 @@ class ServedStep:
         if self._reading.knows_ahead and self._last is not None:
             held = self._state_specs
             nothing = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), held.variables)
-            given = place((nothing, jax.random.key(0), np.int32(0)), (self.state_shardings.variables, self._whole, self._whole))
+            given = place(
+                (nothing, jax.random.key(0), np.int32(0)), (self.state_shardings.variables, self._whole, self._whole)
+            )
             ids = self._ids(*given, place(batch, self.batch_shardings))
-            rows = self._thread.submit(self._pull, ids)
-            self._prepared.append(_Prepared(tuple(map(weakref.ref, leaves)), rows))
+            self._pulling.begin(leaves, ids)
 
     def update(
         self, state: State, batch: Any, *, before_apply: Callable[[], object] | None = None
@@ -199,18 +199,18 @@ class ServedStep:
         """
         self._check_state(state)
         self._check_batch(batch)
-        prepared = self._taken(batch)
+        coming = self._pulling.take(jax.tree.leaves(batch))
         state, batch = adopt(state, self.state_shardings), place(batch, self.batch_shardings)
-        if prepared is None:
+        if coming is None:
             ids = self._ids(state.variables, state.key, state.step, batch)
             self._wait()
-            rows, pulled = self._pull(ids)
+            rows, pulled = self._pulling.pull(ids)
         else:
-            rows, pulled = prepared.rows.result()
+            rows, pulled = coming.result()
             self._wait()
             if pulled.step < self._num_updates:
                 pulled = self._servers.pull(rows, known=pulled)
-        fed = self._fed(self._reading, rows, pulled)
+        fed = fed_with(self._reading, rows, pulled)
         self._in_flight.make_room()
         (dense, payload), variables, metrics = self._gradients(
             state.params, fed, state.variables, state.key, state.step, batch
@@ -237,7 +237,7 @@ class ServedStep:
         state, batch = place(state, self.state_shardings), place(batch, made.batch_shardings)
         ids = made.ids[1](state.variables, state.key, state.step, batch)
         self._wait()
-        fed = self._fed(made.ids[0], *self._pull(ids))
+        fed = fed_with(made.ids[0], *self._pulling.pull(ids))
         self._in_flight.make_room()
         metrics = made.run(state.params, fed, state.variables, state.key, state.step, batch)
         self._in_flight.add(metrics["loss"])
@@ -282,8 +282,10 @@ class ServedStep:
 
     # Whole tables
 
-    def table(self, name: str) -> np.ndarray[Any, Any]:
-        """Returns a table as single-device training has it now, on the host; all processes call it. **Arguments:** `name`: such as "embed".
+    def table(self, name: str) -> NDArray[Any]:
+        """Returns a table as single-device training has it now, on the host; all processes call it.
+
+        **Arguments:** `name`: such as "embed".
 
         **Raises:** `ArgumentError` for what is on no server.
         """
@@ -320,7 +322,7 @@ class ServedStep:
         if message := difference(specs, state, "state"):
             raise ArgumentError(f"{message}: pass a state in the form of single-device training, with this optimizer")
         self._wait()
-        self._prepared.clear()
+        self._pulling.forget()
         num_updates = int(state.step)
         params = dict(named_leaves(state.params))
         for name, (kept, shared) in self._feed.kept_rows(state.opt_state).items():
@@ -332,27 +334,6 @@ class ServedStep:
         return self._own(adopt(mine, self.state_shardings), num_updates)
 
     # What the host does
-
-    def _pull(self, ids: Mapping[str, jax.Array]) -> tuple[dict[str, BatchRows], Rows]:
-        """Returns which rows a batch reads, and these. **Raises:** `DataError` for ids that no row has."""
-        parts = {name: local_parts(one) for name, one in ids.items()}
-        if self._feed.raises_out_of_range:
-            counts = {name: sum(int(np.sum(x == OUT_OF_RANGE)) for x in part.values()) for name, part in parts.items()}
-            told = ", ".join(
-                f"{count} for {join('params', name)} of {self._feed.tables[name].shape[0]} rows"
-                for name, count in counts.items()
-                if count
-            )
-            if told:
-                raise DataError(f"a batch {out_of_range_told(told)}")
-        rows = {name: BatchRows(part, self._servers.num_servers) for name, part in parts.items()}
-        return rows, self._servers.pull(rows)
-
-    def _fed(self, reading: ServedReading, rows: Mapping[str, BatchRows], pulled: Rows) -> Fed:
-        """Brings rows to the devices."""
-        spread = {name: dict(one.spread(pulled.values[name])) for name, one in rows.items()}
-        put = partial(on_devices, sharding=reading.on_parts, num_parts=reading.num_parts)
-        return Fed({name: put(one) for name, one in spread.items()}, {name: put(one.slots) for name, one in rows.items()})
 
     def _push(self, rows: Mapping[str, BatchRows], payload: Any, numbers: Any, step: int) -> None:
         """Brings the gradients of rows to the servers, when they are there, unless they are staged."""
@@ -370,22 +351,13 @@ class ServedStep:
             self._servers.meet()
             self._pushed = None
 
-    def _taken(self, batch: Any) -> _Prepared | None:
-        """Returns what was prepared for a batch; what was for those before it is dropped."""
-        leaves = jax.tree.leaves(batch)
-        for at, one in enumerate(self._prepared):
-            if len(one.read) == len(leaves) and all(ref() is leaf for ref, leaf in zip(one.read, leaves, strict=True)):
-                del self._prepared[: at + 1]
-                return one
-        return None
-
     def _check_batch(self, batch: Any) -> None:
         given = batch if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)) else specs_of(batch)
         if message := difference(self._batch_specs, given, "batch"):
             raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
 
 
-def _summed(rows: Mapping[str, BatchRows], payload: Mapping[str, jax.Array]) -> dict[str, np.ndarray[Any, Any]]:
+def _summed(rows: Mapping[str, BatchRows], payload: Mapping[str, jax.Array]) -> dict[str, NDArray[Any]]:
     """Waits for the gradients of all devices' rows, and sums them, `[u, D]`."""
     return {name: one.summed(local_parts(payload[name])) for name, one in rows.items()}
 

@@ -100,7 +100,7 @@ class Placing:
             program = loss_with_tables(program, tables, divided, mesh, plan)
         used = [Layout.whole(lies.shape) if at in tables else lies for at, lies in enumerate(layouts)]
         program = dense_passes(program, used, mesh, axes, divided)
-        layouts = [replace(lies, by_rows=False) for lies in layouts]  # consecutive rows
+        layouts = [replace(lies, fed="no") for lies in layouts]  # consecutive rows
         reads = ownership.reads[number]
         own = {read.piece: layout for read, layout in zip(reads, layouts, strict=True) if layout.axes}
         return PlacedStage(replace(stage, program=program), own, _on_axes(plan, [*self.strategies]))

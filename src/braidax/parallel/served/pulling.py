@@ -1,0 +1,82 @@
+"""Rows of batches, pulled when they are needed, or ahead."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import jax
+import numpy as np
+
+from braidax.errors import DataError
+from braidax.parallel.rows.options import out_of_range_told
+from braidax.program import OUT_OF_RANGE, join
+
+from .batch_rows import BatchRows
+from .feed import Fed, ServedFeed, ServedReading
+from .parts import local_parts, on_devices
+from .servers import Rows, Servers
+
+Pulled = tuple[dict[str, BatchRows], Rows]
+"""Which rows a batch reads, by table, and these."""
+
+
+class _Coming(NamedTuple):
+    """Rows that are being pulled. **Fields:** `read`: the leaves of the batch. `rows`: what is coming."""
+
+    read: tuple[weakref.ref[jax.Array], ...]
+    rows: Future[Pulled]
+
+
+@final
+class Pulling:
+    """Pulls the rows of batches, and keeps what was pulled ahead.
+
+    **Arguments:** `servers`, `feed`: whose tables. `thread`: pulls ahead; the caller's.
+    """
+
+    def __init__(self, servers: Servers, feed: ServedFeed, thread: Executor) -> None:
+        self._servers, self._feed, self._thread = servers, feed, thread
+        self._coming: list[_Coming] = []
+
+    def pull(self, ids: Mapping[str, jax.Array]) -> Pulled:
+        """Returns what a batch reads. **Arguments:** `ids`: of each device, `[N, m]`, by table; it waits for them.
+
+        **Raises:** `DataError` for ids that no row has, where they are an error.
+        """
+        parts = {name: local_parts(one) for name, one in ids.items()}
+        if self._feed.raises_out_of_range:
+            counts = {name: sum(int(np.sum(x == OUT_OF_RANGE)) for x in part.values()) for name, part in parts.items()}
+            told = ", ".join(
+                f"{count} for {join('params', name)} of {self._feed.tables[name].shape[0]} rows"
+                for name, count in counts.items()
+                if count
+            )
+            if told:
+                raise DataError(f"a batch {out_of_range_told(told)}")
+        rows = {name: BatchRows(part, self._servers.num_servers) for name, part in parts.items()}
+        return rows, self._servers.pull(rows)
+
+    def begin(self, leaves: Sequence[jax.Array], ids: Mapping[str, jax.Array]) -> None:
+        """Pulls what a coming batch reads, in the background. **Arguments:** `leaves`: of the batch."""
+        self._coming.append(_Coming(tuple(map(weakref.ref, leaves)), self._thread.submit(self.pull, ids)))
+
+    def take(self, leaves: Sequence[Any]) -> Future[Pulled] | None:
+        """Returns what was begun for the very arrays of a batch; what was for batches before it is dropped."""
+        for at, one in enumerate(self._coming):
+            if len(one.read) == len(leaves) and all(ref() is leaf for ref, leaf in zip(one.read, leaves, strict=True)):
+                del self._coming[: at + 1]
+                return one.rows
+        return None
+
+    def forget(self) -> None:
+        """Drops all that was begun."""
+        self._coming.clear()
+
+
+def fed_with(reading: ServedReading, rows: Mapping[str, BatchRows], pulled: Rows) -> Fed:
+    """Brings rows to the devices that read them."""
+    spread = {name: dict(one.spread(pulled.values[name])) for name, one in rows.items()}
+    put = partial(on_devices, sharding=reading.on_parts, num_parts=reading.num_parts)
+    return Fed({name: put(one) for name, one in spread.items()}, {name: put(one.slots) for name, one in rows.items()})
