@@ -9,7 +9,8 @@ from braidax.checkpoint.interval.preempt import Preemption
 from braidax.checkpoint.interval.spacing import Every, Interval, Spacing, Verdict
 from braidax.checkpoint.places.folder import Folder
 from braidax.checkpoint.places.place import Place, Skipped
-from braidax.checkpoint.snapshot.leaves import HostShard, Outside, PaddedRows, TrueShapes
+from braidax.checkpoint.snapshot.leaves import Outside, PaddedRows, TrueShapes
+from braidax.host_shard import HostShard
 
 if TYPE_CHECKING:
     from braidax.checkpoint.format.orbax import export_orbax, restore_orbax

@@ -23,7 +23,8 @@ from braidax.checkpoint.snapshot.boxes import (
     whole,
     within,
 )
-from braidax.checkpoint.snapshot.leaves import HostShard, Part
+from braidax.checkpoint.snapshot.leaves import Part
+from braidax.host_shard import HostShard
 
 # JAX leaves some of itself unannotated.
 _jax: Any = jax

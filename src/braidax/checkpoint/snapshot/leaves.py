@@ -1,10 +1,9 @@
 """What the leaves of a tree are, which of them have rows or ends that are padding, and which are one array."""
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, cast, final, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.core
@@ -12,8 +11,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from braidax.checkpoint.snapshot.boxes import Box
-from braidax.errors import ArgumentError, CheckpointError
+from braidax.errors import CheckpointError
+from braidax.host_shard import HostShard
 
 Kind = Literal["array", "key", "bool", "int", "float"]
 
@@ -66,55 +65,6 @@ class Outside(Protocol):
     def restored(self, state: Any) -> Any:
         """Takes a state back, like that of `checkpoint_state`. **Returns:** what stands in the tree from then on."""
         ...
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class HostShard:
-    """What this process has of a host array that lies in parts on several: some of its rows, or any other box of it.
-
-    Such a leaf stands in the tree of every process that has some of it, and of process 0, which gives one without rows
-    where it has none. In a checkpoint it is one array; it restores into shards of any other number of processes, and
-    from and into arrays of JAX and NumPy. As a leaf of `like` only dtype, shape and place of its content matter.
-
-    **Arguments:** `value`: what this process has. `shape`: of the whole array. `start`: where `value` begins in it.
-
-    **Raises:** `ArgumentError` where `value` is not within.
-    """
-
-    value: np.ndarray
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        sizes = self.value.shape
-        fits = len(sizes) == len(self.shape) == len(self.start) > 0 and all(
-            first >= 0 and first + size <= most for first, size, most in zip(self.start, sizes, self.shape, strict=True)
-        )
-        if not fits:
-            raise ArgumentError(
-                f"value= of shape {sizes} at start={self.start} of shape={self.shape}: expected a part of an array "
-                "with dims, such as HostShard(rows, (num_rows, 8), (first_row, 0))"
-            )
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of the array."""
-        return self.value.dtype
-
-    @property
-    def box(self) -> Box:
-        """Where this part lies."""
-        return tuple((first, first + size) for first, size in zip(self.start, self.value.shape, strict=True))
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether this process has nothing of the array."""
-        return math.prod(self.value.shape) == 0
-
-    def filled(self, value: np.ndarray) -> "HostShard":
-        """Returns this part with another content."""
-        return HostShard(value, self.shape, self.start)
 
 
 @dataclass(frozen=True)

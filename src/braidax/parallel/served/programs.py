@@ -34,9 +34,9 @@ class Programs(NamedTuple):
     They take and give arrays of `m` rows, `values [m, D]` and what is kept of them, and numbers that all rows share.
 
     **Fields:** `born`: `key data -> table`. `begin`: `values -> (*kept, *shared)`. `update`: `(gradients, values,
-    *kept, *shared) -> (values, *kept, *shared)`. `settle`: `(values, *kept, *shared) -> (values, *kept)`, rows as they are once
-    every step has moved them; empty where rows without a gradient rest. `sums`: `gradients -> (*sums)`, over rows, to
-    which a row with a gradient of 0 adds nothing; empty where nobody needs one.
+    *kept, *shared) -> (values, *kept, *shared)`. `settle`: `(values, *kept, *shared) -> (values, *kept)`, rows as they
+    are once every step has moved them; empty where rows without a gradient rest. `sums`: `gradients -> (*sums)`, over
+    rows, to which a row with a gradient of 0 adds nothing; empty where nobody needs one.
     """
 
     born: bytes

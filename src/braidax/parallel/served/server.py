@@ -95,8 +95,7 @@ class TableServer:
         shard, start = self._shard(message.fields["table"]), int(message.fields["start"])
         arrays = message.arrays
         shard.put(start, arrays["values"], [arrays[f"kept/{at}"] for at in range(len(shard.form.kept))])
-        if "shared/0" in arrays or not shard.form.num_shared:
-            shard.share([arrays[f"shared/{at}"] for at in range(shard.form.num_shared)])
+        shard.share([arrays[f"shared/{at}"] for at in range(shard.form.num_shared)])
         self._begin(int(message.fields["step"]))
         return packed("loaded")
 
@@ -196,7 +195,8 @@ class TableServer:
         part = slice(max(0, start), min(stop, shard.num_rows))
         shard.settle(part)
         kept = {f"kept/{at}": leaf[part] for at, leaf in enumerate(shard.kept)}
-        return packed("rows", {"step": self._step}, {"values": shard.values[part], **kept})
+        shared = {f"shared/{at}": number for at, number in enumerate(shard.shared)}
+        return packed("rows", {"step": self._step}, {"values": shard.values[part], **kept, **shared})
 
     def _shard(self, name: Any) -> Shard:
         if name not in self._shards:

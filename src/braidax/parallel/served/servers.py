@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, final
@@ -31,11 +31,17 @@ class Rows(NamedTuple):
     values: dict[str, NDArray[Any]]
 
 
-class WholeTable(NamedTuple):
-    """A table as all servers have it. **Fields:** `values`: `[V, D]`. `kept`: arrays `[V, …]` of what rows have."""
+class TablePart(NamedTuple):
+    """Consecutive rows of a table, as all servers have them.
 
+    **Fields:** `first`: of them. `values`: `[m, D]`. `kept`: arrays `[m, …]` of what the optimizer keeps of them.
+    `shared`: the numbers by which they are brought up.
+    """
+
+    first: int
     values: NDArray[Any]
     kept: list[NDArray[Any]]
+    shared: list[NDArray[Any]]
 
 
 @final
@@ -169,45 +175,58 @@ class Servers:
             arrays[f"{at}/gradients"] = rows.of_server(gradients[name], server)
         return {"tables": [*batch], "step": step}, arrays
 
-    # Whole tables
+    # Tables as they are kept elsewhere
 
-    def read(self, name: str) -> WholeTable:
-        """Returns a table, with no row that lags behind."""
+    def own_rows(self, name: str) -> tuple[int, int]:
+        """Returns which rows of a table this process brings where all bring some: the first, and what is behind."""
+        num_rows, num = self._forms[name].shape[0], self._num_workers
+        return num_rows * self._worker // num, num_rows * (self._worker + 1) // num
+
+    def read(self, name: str, first: int, last: int) -> TablePart:
+        """Returns rows of a table, none of which lags behind. **Arguments:** `last`: the row behind the last."""
         form = self._forms[name]
-        num_rows, dtypes = form.shape[0], [jax.numpy.dtype(one.dtype) for one in form.kept]
-        values = self._empty(name, num_rows)
-        kept = [np.empty((num_rows, *one.shape), dtype) for one, dtype in zip(form.kept, dtypes, strict=True)]
-        for start in range(0, -(-num_rows // self.num_servers), self._block(form)):
-            stop = start + self._block(form)
-            answers = self._ask_all(
-                lambda server, start=start, stop=stop: self._packed(
-                    "read", {"table": name, "start": start, "stop": stop}
-                )
-            )
+        values = self._empty(name, last - first)
+        kept = [np.empty((last - first, *one.shape), jax.numpy.dtype(one.dtype)) for one in form.kept]
+        shared: list[NDArray[Any]] = []
+        for start, stop in self._blocks(form, first, last):
+            answers = self._ask_all(lambda server, rows=(start, stop): self._asked("read", name, server, *rows))
             for server, answer in enumerate(answers):
-                part = slice(server + start * self.num_servers, server + stop * self.num_servers, self.num_servers)
+                part = self._part(server, start, stop, first)
                 for at, leaf in enumerate((values, *kept)):
                     leaf[part] = answer.arrays["values" if at == 0 else f"kept/{at - 1}"]
-        return WholeTable(values, kept)
+            shared = [answers[0].arrays[f"shared/{at}"].copy() for at in range(form.num_shared)]
+        return TablePart(first, values, kept, shared)
 
-    def write(self, name: str, table: WholeTable, shared: Sequence[Any], step: int) -> None:
-        """Puts a table in place of what servers have; all processes call it.
+    def write(self, name: str, part: TablePart, step: int) -> None:
+        """Puts rows in place of what servers have. **Arguments:** `step`: how many updates they have seen."""
+        form, first = self._forms[name], part.first
+        shared = {f"shared/{at}": number for at, number in enumerate(part.shared)}
 
-        **Arguments:** `shared`: the numbers that rows are brought up by. `step`: how many updates they have seen.
-        """
-        form, size = self._forms[name], self.num_servers
-        numbers = {f"shared/{at}": number for at, number in enumerate(shared)}
+        def block(server: int, start: int, stop: int) -> list[Any]:
+            rows = self._part(server, start, stop, first)
+            kept = {f"kept/{at}": leaf[rows] for at, leaf in enumerate(part.kept)}
+            return self._asked("load", name, server, start, stop, {"values": part.values[rows], **kept, **shared}, step)
 
-        def block(server: int, start: int) -> list[Any]:
-            part = slice(server + start * size, server + (start + self._block(form)) * size, size)
-            arrays = {"values": table.values[part], **{f"kept/{at}": leaf[part] for at, leaf in enumerate(table.kept)}}
-            return self._packed("load", {"table": name, "start": start, "step": step}, arrays | numbers)
+        for start, stop in self._blocks(form, first, first + len(part.values)):
+            self._ask_all(lambda server, rows=(start, stop): block(server, *rows))
 
-        for start in range(0, max(1, form.shape[0] // size), self._block(form)):
-            self._first_asks(lambda server, start=start: block(server, start))
+    def _blocks(self, form: TableForm, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Yields the rows of a message after the other; one without rows where there are none."""
+        rows = max(1, _BLOCK_BYTES // max(1, form.width * jax.numpy.dtype(form.dtype).itemsize))
+        for start in range(first, max(last, first + 1), rows):
+            yield start, min(start + rows, last)
 
-    def _block(self, form: TableForm) -> int:
-        return max(1, _BLOCK_BYTES // max(1, form.width * jax.numpy.dtype(form.dtype).itemsize))
+    def _part(self, server: int, start: int, stop: int, first: int) -> slice:
+        """Which of the rows from `first` on are a server's, of those from `start` to `stop`."""
+        size = self.num_servers
+        return slice(start + (server - start) % size - first, max(stop - first, 0), size)
+
+    def _asked(
+        self, kind: str, name: str, server: int, start: int, stop: int, arrays: Any = None, step: int = 0
+    ) -> list[Any]:
+        """Returns what a server is asked about its rows of some consecutive ones."""
+        ends = [-(-(end - server) // self.num_servers) for end in (start, stop)]
+        return self._packed(kind, {"table": name, "start": ends[0], "stop": ends[1], "step": step}, arrays)
 
     def _empty(self, name: str, count: int) -> NDArray[Any]:
         form = self._forms[name]

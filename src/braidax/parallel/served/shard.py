@@ -39,6 +39,7 @@ class Shard:
         self._begin, self._update = _loaded(form.programs.begin), _loaded(form.programs.update)
         self._settle = _loaded(form.programs.settle) if form.programs.settle else None
         self._sums = _loaded(form.programs.sums) if form.programs.sums else None
+        self._begun(np.zeros((1, form.width), dtype), 0)
 
     def bear(self, key_data: NDArray[Any]) -> None:
         """Makes the first rows, as the user's `init` makes the table. **Arguments:** `key_data`: of its key."""
@@ -52,8 +53,6 @@ class Shard:
         for start in range(0, self.num_rows, _BLOCK):
             rows = self.values[start : start + _BLOCK]
             self._begun(rows, start)
-        if not self.num_rows:
-            self._begun(np.zeros((1, self.form.width), self.values.dtype), 0)
 
     def put(self, start: int, values: NDArray[Any], kept: Sequence[NDArray[Any]]) -> None:
         """Puts rows, and what is kept of them, in place of consecutive ones. **Raises:** `ArgumentError`."""
@@ -68,6 +67,11 @@ class Shard:
         for leaf, new in zip((self.values, *self.kept), (values, *kept), strict=True):
             leaf[part] = new
         self.touched[part] = -1
+
+    @property
+    def shared(self) -> Sequence[Any]:
+        """The numbers by which rows that are read are brought up."""
+        return self._shared
 
     def share(self, shared: Sequence[Any]) -> None:
         """Sets the numbers by which rows that are read are brought up."""

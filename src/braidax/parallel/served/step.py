@@ -27,7 +27,8 @@ from .feed import ServedFeed, ServedReading
 from .parts import local_parts
 from .programs import numbers_to_send
 from .pulling import Pulling, fed_with
-from .servers import Servers, WholeTable
+from .saved import ServedTables
+from .servers import Servers, TablePart
 
 
 class _Evaluation(NamedTuple):
@@ -97,11 +98,12 @@ class ServedStep:
         self._evaluations: dict[Any, _Evaluation] = {}
         self._pushed: Future[None] | None = None
         self._last: weakref.ref[jax.Array] | None = None  # the step of the state that belongs to what servers have
-        self._num_updates = 0
+        self._num_updates = -1  # before there are any tables
         self._forms = feed.forms(born)
         self._servers = Servers(gang, self._forms)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
         self._pulling = Pulling(self._servers, feed, self._thread)
+        self._tables = ServedTables(self._servers, self._forms, self._settled, self._restored)
 
     def _read(self, reading: ServedReading) -> tuple[Any, ...]:
         """The shardings of what gradients and evaluations are given."""
@@ -149,10 +151,13 @@ class ServedStep:
     def _check_state(self, state: Any) -> None:
         if message := difference(self._state_specs, state, "state"):
             raise ArgumentError(f"{message}: pass a state that came from this step's init or update")
+        if self._last is None and self._num_updates >= 0 and int(state.step) == self._num_updates:
+            self._last = weakref.ref(state.step)  # restored with the tables
         if self._last is None or self._last() is not state.step:
             raise ArgumentError(
                 f"state is not the last one that this step has returned, and the tables on its servers have seen "
-                f"{self._num_updates} updates: go on with that one, or load another by from_dense"
+                f"{max(0, self._num_updates)} updates: go on with that one, begin by init, restore it together with "
+                f"step.tables, or load a state by from_dense"
             )
 
     # Updates
@@ -280,7 +285,12 @@ class ServedStep:
     ) -> None:
         self.close(others="wait" if error is None else "leave")
 
-    # Whole tables
+    # Tables, besides training
+
+    @property
+    def tables(self) -> ServedTables:
+        """Stands for the tables in a checkpoint: `saver.update((state, step.tables))`, and so in `restore`."""
+        return self._tables
 
     def table(self, name: str) -> NDArray[Any]:
         """Returns a table as single-device training has it now, on the host; all processes call it.
@@ -292,7 +302,8 @@ class ServedStep:
         if name not in self._feed.tables:
             raise ArgumentError(f"table={name!r} is not on servers, expected one of {[*self._feed.tables]}")
         self._wait()
-        return self._servers.read(name).values.reshape(self._feed.tables[name].shape)
+        shape = self._feed.tables[name].shape
+        return self._servers.read(name, 0, shape[0]).values.reshape(shape)
 
     def to_dense(self, state: State) -> State:
         """Returns a state as single-device training has it, with all tables, on the host; all processes call it.
@@ -302,7 +313,7 @@ class ServedStep:
         self._check_state(state)
         self._feed.dense_state()
         self._wait()
-        read = {name: self._servers.read(name) for name in self._feed.tables}
+        read = {name: self._servers.read(name, 0, spec.shape[0]) for name, spec in self._feed.tables.items()}
         host = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else np.asarray(leaf), state)
         values = {name: one.values.reshape(self._feed.tables[name].shape) for name, one in read.items()}
         params = self._work.form.joined(host.params, values)
@@ -326,12 +337,22 @@ class ServedStep:
         num_updates = int(state.step)
         params = dict(named_leaves(state.params))
         for name, (kept, shared) in self._feed.kept_rows(state.opt_state).items():
-            form = self._forms[name]
-            rows = [np.asarray(kept[one.name]).reshape(form.shape[0], *one.shape) for one in form.kept]
-            table = WholeTable(np.asarray(params[name]).reshape(form.shape[0], form.width), rows)
-            self._servers.write(name, table, [np.asarray(one) for one in shared], num_updates)
+            form, (first, last) = self._forms[name], self._servers.own_rows(name)
+            own = [np.asarray(kept[one.name]).reshape(form.shape[0], *one.shape)[first:last] for one in form.kept]
+            values = np.asarray(params[name]).reshape(form.shape[0], form.width)[first:last]
+            self._servers.write(name, TablePart(first, values, own, [np.asarray(one) for one in shared]), num_updates)
+        self._servers.meet()
         mine = self._work.form.from_dense(state)
         return self._own(adopt(mine, self.state_shardings), num_updates)
+
+    def _settled(self) -> int:
+        self._wait()
+        return self._num_updates
+
+    def _restored(self, num_updates: int) -> None:
+        """Goes on from a state that was restored with the tables."""
+        self._pulling.forget()
+        self._last, self._num_updates = None, num_updates
 
     # What the host does
 
