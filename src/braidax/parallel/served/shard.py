@@ -1,6 +1,8 @@
 """A server's part of a table: its rows in host memory, and the programs that move them."""
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -10,10 +12,12 @@ from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 
-from .programs import TableForm
+from .programs import JOINS, TableForm
 
 _FEWEST = 256  # rows that a program is compiled for; numbers of rows are rounded up to powers of two
-_BLOCK = 1 << 16  # rows that are begun or settled at a time
+_MOST = 4096  # rows that are computed at a time
+_ALIGNMENT = 64
+_CACHED_BYTES = 1 << 20  # of the values of these: what is taken together should fit into a core's cache
 
 
 @final
@@ -36,6 +40,10 @@ class Shard:
         self.kept = [np.zeros((self.num_rows, *one.shape), jax.numpy.dtype(one.dtype)) for one in form.kept]
         self.touched = np.full(self.num_rows, -1, np.int64)
         self._shared: list[Any] = []  # numbers by which rows that are read are brought up
+        fits = _CACHED_BYTES // max(1, form.width * dtype.itemsize)
+        self._chunk = min(_MOST, max(_FEWEST, 1 << (max(1, fits).bit_length() - 1)))
+        self._places = [_aligned((self._chunk, *leaf.shape[1:]), leaf.dtype) for leaf in (self.values, *self.kept)]
+        self._gradients = _aligned((self._chunk, form.width), dtype)
         self._begin, self._update = _loaded(form.programs.begin), _loaded(form.programs.update)
         self._settle = _loaded(form.programs.settle) if form.programs.settle else None
         self._sums = _loaded(form.programs.sums) if form.programs.sums else None
@@ -50,9 +58,8 @@ class Shard:
         """Begins with other rows, of which the optimizer keeps what it keeps at first."""
         self.values[:] = values
         self.touched[:] = -1
-        for start in range(0, self.num_rows, _BLOCK):
-            rows = self.values[start : start + _BLOCK]
-            self._begun(rows, start)
+        for start in range(0, self.num_rows, self._chunk):
+            self._begun(self.values[start : start + self._chunk], start)
 
     def put(self, start: int, values: NDArray[Any], kept: Sequence[NDArray[Any]]) -> None:
         """Puts rows, and what is kept of them, in place of consecutive ones. **Raises:** `ArgumentError`."""
@@ -79,20 +86,22 @@ class Shard:
 
     def _begun(self, rows: NDArray[Any], start: int) -> None:
         num_kept = len(self.form.kept)
-        found = self._run(self._begin, [rows], num_kept)
+        found = [np.asarray(one) for one in self._begin(_filled(self._places[0], rows))]
+        part = slice(start, min(start + len(rows), self.num_rows))
         for leaf, new in zip(self.kept, found, strict=False):
-            leaf[start : start + len(rows)] = new[: self.num_rows - start]
-        self._shared = [np.asarray(one) for one in found[num_kept:]]
+            leaf[part] = new[: part.stop - start]
+        self._shared = [np.array(one) for one in found[num_kept:]]
 
     # Rows
 
     def pull(self, ids: NDArray[Any]) -> NDArray[Any]:
         """Returns rows as they are now, `[m, D]`. **Arguments:** `ids`: numbers of rows here."""
-        values = self.values[ids]
-        if self._settle is None or not len(ids):
-            return values
-        kept = [leaf[ids] for leaf in self.kept]
-        return self._run(self._settle, [values, *kept], 1 + len(kept), self._shared)[0]
+        if self._settle is None:
+            return np.take(self.values, ids, axis=0)
+        rows = np.empty((len(ids), self.form.width), self.values.dtype)
+        for part, found in self._computed(self._settle, ids, self._shared):
+            rows[part] = found[0]
+        return rows
 
     def push(self, ids: NDArray[Any], gradients: NDArray[Any], numbers: Sequence[Any], step: int) -> None:
         """Moves rows by their gradients.
@@ -104,62 +113,78 @@ class Shard:
         before, now, behind = (numbers[at * num : (at + 1) * num] for at in range(3)) if numbers else ([], [], [])
         if numbers and bool(numbers[-1]):
             self.settle_all(before)
-        given = now if numbers else self._shared
-        rows = [gradients, self.values[ids], *(leaf[ids] for leaf in self.kept)]
-        if len(ids):
-            found = self._run(self._update, rows, 1 + len(self.kept), given)
-            self.values[ids] = found[0]
-            for leaf, new in zip(self.kept, found[1:], strict=False):
-                leaf[ids] = new
-            self.touched[ids] = step
-            self._shared = [np.asarray(one) for one in (behind if numbers else found[1 + len(self.kept) :])]
-        else:
-            self._rest(numbers, behind)
+        after: Sequence[Any] = behind
+        for part, found in self._computed(self._update, ids, now if numbers else self._shared, gradients):
+            self._put(ids[part], found)
+            after = behind if numbers else found[1 + len(self.kept) :]
+        if not len(ids) and not numbers:
+            after = self._rested()
+        self.touched[ids] = step
+        self._shared = [np.array(one) for one in after]
 
-    def _rest(self, numbers: Sequence[Any], behind: Sequence[Any]) -> None:
-        """Takes a step in which no row of these has a gradient."""
-        if numbers:
-            self._shared = [np.asarray(one) for one in behind]
-            return
-        rows = np.zeros((1, self.form.width), self.values.dtype)  # any rows: what all share moves as ever
-        kept = [np.zeros((1, *leaf.shape[1:]), leaf.dtype) for leaf in self.kept]
-        found = self._run(self._update, [rows, rows, *kept], 1 + len(kept), self._shared)
-        self._shared = [np.asarray(one) for one in found[1 + len(kept) :]]
+    def _rested(self) -> Sequence[Any]:
+        """Returns what all rows share behind a step in which none of these has a gradient."""
+        nothing = np.zeros((_FEWEST, self.form.width), self.values.dtype)  # any rows: what all share moves as ever
+        kept = [np.zeros((_FEWEST, *leaf.shape[1:]), leaf.dtype) for leaf in self.kept]
+        return self._update(nothing, nothing, *kept, *self._shared)[1 + len(kept) :]
 
     def sums(self, gradients: NDArray[Any]) -> list[NDArray[Any]]:
         """Returns what the optimizer wants summed of gradients, `[m, D]`, over these rows."""
         if self._sums is None:
             return []
-        nothing = np.zeros((_padded(len(gradients)) - len(gradients), self.form.width), gradients.dtype)
-        return [np.asarray(one) for one in self._sums(np.concatenate([gradients, nothing]))]
+        parts: list[list[Any]] = []
+        for start in range(0, max(1, len(gradients)), self._chunk):
+            some = gradients[start : start + self._chunk]
+            nothing = np.zeros((_padded(len(some)) - len(some), self.form.width), gradients.dtype)
+            parts.append([np.asarray(one) for one in self._sums(np.concatenate([some, nothing]))])
+        joins = [JOINS[join] for join in self.form.joins]
+        return [functools.reduce(join, one) for join, one in zip(joins, zip(*parts, strict=True), strict=True)]
 
     def settle_all(self, shared: Sequence[Any]) -> None:
         """Brings all rows up. **Arguments:** `shared`: numbers, in place of those that rows are read by."""
-        for start in range(0, self.num_rows, _BLOCK):
-            self.settle(slice(start, min(start + _BLOCK, self.num_rows)), shared)
+        self.settle(slice(0, self.num_rows), shared)
 
     def settle(self, part: slice, shared: Sequence[Any] | None = None) -> None:
         """Brings consecutive rows up to now. **Arguments:** `shared`: as of `settle_all`."""
-        if self._settle is None or part.start >= part.stop:
+        if self._settle is None:
             return
-        rows = [self.values[part], *(leaf[part] for leaf in self.kept)]
-        found = self._run(self._settle, rows, len(rows), self._shared if shared is None else shared)
-        for leaf, new in zip((self.values, *self.kept), found, strict=True):
-            leaf[part] = new
+        ids = np.arange(part.start, part.stop)
+        for some, found in self._computed(self._settle, ids, self._shared if shared is None else shared):
+            self._put(ids[some], found)
 
     @property
     def rests(self) -> bool:
         """Whether rows without a gradient stay as they are."""
         return self._settle is None
 
-    def _run(
-        self, program: Any, rows: Sequence[NDArray[Any]], num_rows_out: int, shared: Sequence[Any] = ()
-    ) -> list[NDArray[Any]]:
-        """Computes a program on so many rows as it is compiled for; the last row stands in for those that lack."""
-        count = len(rows[0])
-        given = [np.concatenate([one, np.repeat(one[-1:], _padded(count) - count, axis=0)]) for one in rows]
-        found = [np.asarray(one) for one in program(*given, *shared)]
-        return [*(one[:count] for one in found[:num_rows_out]), *found[num_rows_out:]]
+    def _computed(
+        self, program: Any, ids: NDArray[Any], shared: Sequence[Any], gradients: NDArray[Any] | None = None
+    ) -> Iterator[tuple[slice, list[NDArray[Any]]]]:
+        """Computes a program on rows, as many at a time as fit into a cache.
+
+        Of the rows that a program is compiled for, those that lack are copies of others.
+
+        **Yields:** which of `ids`, and what there is of them, in order; behind that what does not go by rows.
+        """
+        rows = 1 + len(self.kept)
+        for start in range(0, len(ids), self._chunk):
+            part = slice(start, min(start + self._chunk, len(ids)))
+            given = [self._taken(at, leaf, ids[part]) for at, leaf in enumerate((self.values, *self.kept))]
+            if gradients is not None:
+                given.insert(0, _filled(self._gradients, gradients[part]))
+            found = [np.asarray(one) for one in program(*given, *shared)]
+            yield part, [*(one[: part.stop - start] for one in found[:rows]), *found[rows:]]
+
+    def _taken(self, at: int, leaf: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:
+        """Returns rows in memory that is used again and again: what is new is not there yet, and takes longer."""
+        count, place = len(ids), self._places[at]
+        np.take(leaf, ids, axis=0, out=place[:count], mode="clip")
+        place[count : _padded(count)] = place[0]
+        return place[: _padded(count)]
+
+    def _put(self, ids: NDArray[Any], found: Sequence[NDArray[Any]]) -> None:
+        for leaf, new in zip((self.values, *self.kept), found, strict=False):
+            leaf[ids] = new
 
     def check(self, ids: NDArray[Any], name: str) -> None:
         """Raises `ArgumentError` for numbers of rows that are not here."""
@@ -170,6 +195,21 @@ class Shard:
                 f"{name} has rows {int(ids.min())} to {int(ids.max())}, and server {self.rank} has {self.num_rows} of "
                 f"{self.form.name}: expected 0 <= row < {self.num_rows}"
             )
+
+
+def _aligned(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Returns zeros that XLA reads where they are: it copies what is not at a multiple of 64 bytes."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + size].view(dtype).reshape(shape)
+
+
+def _filled(place: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
+    """Copies rows into a place, and zeros behind them, up to as many as a program is compiled for."""
+    place[: len(rows)] = rows
+    place[len(rows) : _padded(len(rows))] = 0
+    return place[: _padded(len(rows))]
 
 
 def _padded(count: int) -> int:
