@@ -18,7 +18,9 @@ from braidax.parallel import Step, TrainStep
 from braidax.report import Report, RunLength
 
 if TYPE_CHECKING:
-    from braidax.parallel import PipelinedStep
+    from braidax.parallel import PipelinedStep, ServedStep
+
+    AnyStep = Step | TrainStep | PipelinedStep | ServedStep
 
 TestMetrics = Callable[[Any, Any], Mapping[str, Any]]
 """Gives the metrics of a state on a batch."""
@@ -37,12 +39,26 @@ class Evaluating(Protocol):
         ...
 
 
+@runtime_checkable
+class HasTables(Protocol):
+    """A step whose tables are elsewhere, on servers."""
+
+    @property
+    def tables(self) -> Any:
+        """Stands for them in a checkpoint."""
+        ...
+
+    def prepare(self, batch: Any) -> None:
+        """Begins to pull what a coming batch reads."""
+        ...
+
+
 _log = logging.getLogger("braidax")
 _WITHIN_SECONDS = 30.0  # which platforms leave between SIGTERM and SIGKILL
 
 
 def fit(
-    step: "Step | TrainStep | PipelinedStep",
+    step: "AnyStep",
     state: Any,
     loader: DataLoader,
     *,
@@ -66,7 +82,8 @@ def fit(
     evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's `evaluate`,
     which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told the next batch,
     which is then taken from the loader an update earlier; by default where rows of tables are fetched ahead
-    (`Step.fetches_ahead`) by devices that send while they compute: not by CPUs.
+    (`Step.fetches_ahead`) by devices that send while they compute, not by CPUs, or from servers, whose tables are in
+    the checkpoints, too.
 
     **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` when
     a batch had ids out of range, with `Hybrid(out_of_range="raise")`; `PeerLost` when a process with stages has ended.
@@ -76,7 +93,7 @@ def fit(
     _trace_all(report, step, loader, saver)
     tested = _tested(step, test, test_metrics)
     note_plan = _noting(saver, step)
-    state = _restored(saver, state, loader)
+    state = _restored(saver, step, state, loader)
     begun, batches = loader.cursor, _Batches(loader, is_ahead=_is_told(step, coming))
     length, first_step = _length(loader, state, saver)
     named, closed, told = _failure_named(step, saver), contextlib.closing(batches), report.following(length, first_step)
@@ -89,12 +106,12 @@ def fit(
             report.update(_checked(metrics, "the decorated step"), epoch=epoch)
             if saver is not None:
                 note_plan()
-                saver.update((state, batches.cursor))
+                saver.update(_saved(step, state, batches.cursor))
             if test is not None and batches.cursor.epoch > epoch:
                 report.note({f"test_{name}": value for name, value in evaluate(tested, state, test).items()})
         step.finish()
         if saver is not None and batches.cursor != begun:
-            saver.save((state, batches.cursor))
+            saver.save(_saved(step, state, batches.cursor))
         _tell_skipped(loader, report)
     if interrupted():
         raise KeyboardInterrupt
@@ -103,29 +120,35 @@ def fit(
     return state
 
 
-def _restored(saver: Saver | None, state: Any, loader: DataLoader) -> Any:
+def _saved(step: object, state: Any, cursor: Cursor) -> Any:
+    """Returns the tree of a run's checkpoints, which begins with the state and ends with the cursor."""
+    return (state, step.tables, cursor) if isinstance(step, HasTables) else (state, cursor)
+
+
+def _restored(saver: Saver | None, step: object, state: Any, loader: DataLoader) -> Any:
     """Returns the state to go on with, and sets the loader to go on with it."""
     if saver is None:
         return state
     seed = loader.cursor.seed
-    state, loader.cursor = saver.restore((state, loader.cursor))
+    state, *_, loader.cursor = saver.restore(_saved(step, state, loader.cursor))
     if loader.cursor.seed != seed:
         _log.warning("fit: the loader has seed=%s; the run goes on with its own, %s", seed, loader.cursor.seed)
     return state
 
 
-def _is_told(step: "Step | TrainStep | PipelinedStep", coming: Literal["auto", "known", "unknown"]) -> bool:
+def _is_told(step: "AnyStep", coming: Literal["auto", "known", "unknown"]) -> bool:
     """Whether updates are told the coming batch. **Raises:** `ArgumentError` where they could make nothing of it."""
     if coming not in ("auto", "known", "unknown"):
         raise ArgumentError(f'coming is {coming!r}, expected "auto", "known" or "unknown"')
-    fetches = isinstance(step, Step) and step.fetches_ahead
+    served = isinstance(step, HasTables)
+    fetches = served or (isinstance(step, Step) and step.fetches_ahead)
     if coming == "known" and not fetches:
         raise ArgumentError(
             'coming is "known", and the step fetches nothing ahead: it is decorated, or reads no table by rows; '
             'expected "auto" or "unknown"'
         )
     if coming == "auto":
-        return fetches and all(device.platform != "cpu" for device in step.mesh.devices.flat)
+        return served or (fetches and all(device.platform != "cpu" for device in step.mesh.devices.flat))
     return coming == "known"
 
 
@@ -168,12 +191,10 @@ class _Batches:
         return next(self._batches), self._loader.cursor
 
 
-def _trace_all(
-    report: Report, step: "Step | TrainStep | PipelinedStep", loader: DataLoader, saver: Saver | None
-) -> None:
+def _trace_all(report: Report, step: "AnyStep", loader: DataLoader, saver: Saver | None) -> None:
     if report.traces_all:
         loader.trace = report.trace
-        if not isinstance(step, Step | TrainStep):
+        if not isinstance(step, Step | TrainStep | HasTables):
             step.trace = report.trace
         if isinstance(saver, Checkpointer):
             saver.trace = report.trace
@@ -214,9 +235,7 @@ def _tell_skipped(loader: DataLoader, report: Report) -> None:
         report.say(f"bad records: {skipped}")
 
 
-def _tested(
-    step: "Step | TrainStep | PipelinedStep", test: DataLoader | None, test_metrics: TestMetrics | None
-) -> "Step | PipelinedStep | TestMetrics":
+def _tested(step: "AnyStep", test: DataLoader | None, test_metrics: TestMetrics | None) -> Evaluating | TestMetrics:
     """Returns what `evaluate` takes."""
     if test is not None and test_metrics is None and isinstance(step, TrainStep):
         raise ArgumentError(
@@ -228,7 +247,7 @@ def _tested(
     return step if test_metrics is None else test_metrics
 
 
-def _noting(saver: Saver | None, step: "Step | TrainStep | PipelinedStep") -> Callable[[], None]:
+def _noting(saver: Saver | None, step: "AnyStep") -> Callable[[], None]:
     """Notes the plan of a step; returns what does so behind an update: a decorated step has none before."""
     if saver is not None:
         saver.notes.pop("plan", None)
@@ -243,7 +262,7 @@ def _noting(saver: Saver | None, step: "Step | TrainStep | PipelinedStep") -> Ca
 
 
 @contextlib.contextmanager
-def _failure_named(step: "Step | TrainStep | PipelinedStep", saver: Saver | None) -> Generator[None, None, None]:
+def _failure_named(step: "AnyStep", saver: Saver | None) -> Generator[None, None, None]:
     """Raises `PeerLost` in place of what devices and checkpoints raise because a process has ended, and waits for
     it no longer; of steps that know how to ask.
     """

@@ -34,7 +34,8 @@ class _Commands(TyperGroup):
 
 _TASK_HELP = "digits, wide_resnet, resnet, inception_v3, lm1b, bert or dlrm."
 _DATA_HELP = "The task's data as downloaded; most have some of their own."
-_STRATEGY_HELP = "Of axes, such as data=hybrid,model=tensor; also data and fully_sharded."
+_STRATEGY_HELP = "Of axes, such as data=hybrid,model=tensor; also data, fully_sharded and servers."
+_SERVERS_HELP = "Processes on this host that have the tables of --strategy data=servers."
 _GRACE_HELP = "That processes may take to save and end when all are stopped."
 _ON_ERROR_HELP = "Skip bad records, 100 at most, and list them in OUT/skipped.jsonl."
 _TARGET_HELP = "Compile it for a machine that need not be here, such as h100:8 or v5e:4x4; or for what is here."
@@ -83,6 +84,7 @@ def _train(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in a global batch.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Axes of the mesh, such as data=4,model=2.")] = None,
     strategy: Annotated[str | None, typer.Option(help=_STRATEGY_HELP)] = None,
+    servers: Annotated[int, typer.Option(min=1, help=_SERVERS_HELP)] = 1,
     preset: Annotated[str | None, typer.Option(help=_PRESET_HELP)] = None,
     image_size: Annotated[int | None, typer.Option(min=1, help="Of image tasks: height and width in pixels.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the first parameters and of the shuffle.")] = 0,
@@ -101,7 +103,7 @@ def _train(
     from braidax.cli.tasks import make_task, options_of, skipping_bad
     from braidax.cli.train import Settings, devices_of, train
 
-    out, devices = Path("runs") / task if out is None else out, devices_of(mesh, strategy)
+    out, devices = Path("runs") / task if out is None else out, devices_of(mesh, strategy, servers)
     check_folder(out)
     # What is wrong with it is said once, and its data is there.
     made = make_task(task, out, path=data, preset=preset, image_size=image_size)
@@ -113,6 +115,7 @@ def _train(
             "--batch-size": batch_size,
             "--mesh": mesh,
             "--strategy": strategy,
+            "--servers": servers,
             "--preset": preset,
             "--image-size": image_size,
             "--seed": seed,
@@ -156,6 +159,7 @@ def _plan(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in a global batch.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Axes of the mesh, such as data=4,model=2.")] = None,
     strategy: Annotated[str | None, typer.Option(help=_STRATEGY_HELP)] = None,
+    servers: Annotated[int, typer.Option(min=1, help=_SERVERS_HELP)] = 1,
     preset: Annotated[str | None, typer.Option(help=_PRESET_HELP)] = None,
     image_size: Annotated[int | None, typer.Option(min=1, help="Of image tasks: height and width in pixels.")] = None,
     target: Annotated[str | None, typer.Option(help=_TARGET_HELP)] = None,
@@ -167,11 +171,12 @@ def _plan(
     from dataclasses import replace
 
     from braidax.cli.measure import check_measured, measured
-    from braidax.cli.target import mesh_for, tell
+    from braidax.cli.target import check_target, mesh_for, tell
     from braidax.cli.tasks import make_task
-    from braidax.cli.train import devices_of, make_step
+    from braidax.cli.train import devices_of, made_step
 
-    devices = devices_of(mesh, strategy)
+    devices = devices_of(mesh, strategy, servers)
+    check_target(devices.strategies, target)
     check_measured(devices, memory_gb, measure=measure, target=target)
     made = make_task(task, Path("runs") / task, path=data, preset=preset, image_size=image_size)
     if target is not None:
@@ -179,11 +184,11 @@ def _plan(
     if measure:
         devices, machine = measured(devices, memory_gb)
         typer.echo(f"{machine}\n", err=json)
-    step = make_step(made, devices, batch_size=batch_size or made.batch_size, num_steps=1)
-    if target is None:
-        typer.echo(step.plan.to_json() if json else str(step.plan))
-    else:
-        tell(step, target, as_json=json)
+    with made_step(made, devices, batch_size=batch_size or made.batch_size, num_steps=1) as step:
+        if target is None:
+            typer.echo(step.plan.to_json() if json else str(step.plan))
+        else:
+            tell(step, target, as_json=json)
 
 
 @app.command("launch", context_settings={"allow_interspersed_args": False})

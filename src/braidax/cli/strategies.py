@@ -1,6 +1,7 @@
 """The strategies that a command is told, by axis."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import typer
 from jax.sharding import Mesh
@@ -14,6 +15,7 @@ STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
     "fully_sharded": FullySharded,
     "hybrid": Hybrid,
     "rotated": RotatedTensorParallel,
+    "servers": partial(Hybrid, tables="servers"),
     "tensor": TensorParallel,
 }
 """What `--strategy` may name."""
@@ -35,6 +37,12 @@ def parse_strategies(text: str) -> dict[str, Strategy]:
             )
         found[axis] = STRATEGIES[name]()
     return found
+
+
+def has_servers(strategies: Mapping[str, Strategy] | None) -> bool:
+    """Returns whether tables are on servers."""
+    found = {} if strategies is None else strategies
+    return any(isinstance(one, Hybrid) and one.tables == "servers" for one in found.values())
 
 
 def check_axes(strategies: Mapping[str, Strategy], mesh: Mesh) -> None:

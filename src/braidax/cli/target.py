@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import typer
 
-from braidax.parallel import Step
+from braidax.cli.strategies import has_servers
+from braidax.parallel import Step, Strategy
 from braidax.program import HERE, find_target
 
 
@@ -26,6 +27,16 @@ def mesh_for(target: str, axes: Mapping[str, int] | None) -> Mapping[str, int] |
             param_hint="--mesh",
         )
     return {"data": count} if axes is None else axes
+
+
+def check_target(strategies: Mapping[str, Strategy] | None, target: str | None) -> None:
+    """Raises `typer.BadParameter` where a machine is asked about a step that has servers."""
+    if target is not None and has_servers(strategies):
+        raise typer.BadParameter(
+            f"{target} is asked for with --strategy servers, whose rows come from processes that no compiler sees: "
+            f"expected hybrid",
+            param_hint="--target",
+        )
 
 
 def tell(step: Step, target: str, *, as_json: bool) -> None:

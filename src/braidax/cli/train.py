@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import typer
 from braidax.checkpoint import Checkpointer, Interval
 from braidax.cli.machine import describe_mesh, make_mesh, parse_mesh
 from braidax.cli.run_options import Value, compare, keep
-from braidax.cli.strategies import check_axes, parse_strategies
+from braidax.cli.strategies import check_axes, has_servers, parse_strategies
 from braidax.data import DataLoader
 from braidax.errors import ArgumentError
+from braidax.gang import LocalGang
 from braidax.loop import evaluate, fit
 from braidax.parallel import Hybrid, Rows, Step, Strategy, Touched, measure_touched, parallelize
 from braidax.report import Report
@@ -31,16 +32,19 @@ _COUNTED_BATCHES = 4
 class Devices:
     """What a task is trained on.
 
-    **Fields:** `mesh`: size of each axis by name, or None. `strategies`: by axis; None: `Hybrid` for each.
+    **Fields:** `mesh`: size of each axis by name, or None. `strategies`: by axis; None: `Hybrid` for each. `servers`:
+    how many there are on this host, where strategies have tables on servers.
     """
 
     mesh: Mapping[str, int] | None = None
     strategies: Mapping[str, Strategy] | None = None
+    servers: int = 1
 
 
-def devices_of(mesh: str | None, strategy: str | None) -> Devices:
-    """Returns what `--mesh` and `--strategy` say. **Raises:** as `parse_mesh` and `parse_strategies`."""
-    return Devices(None if mesh is None else parse_mesh(mesh), None if strategy is None else parse_strategies(strategy))
+def devices_of(mesh: str | None, strategy: str | None, servers: int = 1) -> Devices:
+    """Returns what the options of these names say. **Raises:** as `parse_mesh` and `parse_strategies`."""
+    strategies = None if strategy is None else parse_strategies(strategy)
+    return Devices(None if mesh is None else parse_mesh(mesh), strategies, servers)
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def _begin(task: Task, settings: Settings, made_with: Mapping[str, Value], stack
     batch_size = settings.batch_size or task.batch_size
     epochs = settings.epochs or task.epochs
     num_steps = len(task.train) // batch_size * epochs
-    step = make_step(task, settings.devices, batch_size=batch_size, num_steps=num_steps)
+    step = stack.enter_context(made_step(task, settings.devices, batch_size=batch_size, num_steps=num_steps))
     saver = stack.enter_context(Checkpointer(settings.out / "checkpoints", settings.checkpoints))
     options = {**made_with, "--batch-size": batch_size, "--epochs": epochs, "--seed": settings.seed}
     compared = compare(settings.out, options, saved=saver.newest() is not None)
@@ -168,12 +172,27 @@ def _unused(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def make_step(task: Task, devices: Devices, *, batch_size: int, num_steps: int) -> Step:
+@contextmanager
+def made_step(task: Task, devices: Devices, *, batch_size: int, num_steps: int) -> Generator[Any, None, None]:
+    """Makes the step of a task as `make_step` does, with its servers on this host, if a strategy has some."""
+    with ExitStack() as stack:
+        gang: LocalGang | None = None
+        if has_servers(devices.strategies) and jax.process_index() == 0:
+            gang = stack.enter_context(LocalGang(devices.servers))
+        step = make_step(task, devices, batch_size=batch_size, num_steps=num_steps, servers=gang)
+        if has_servers(devices.strategies) and not isinstance(step, Step):
+            stack.enter_context(step)
+        yield step
+
+
+def make_step(
+    task: Task, devices: Devices, *, batch_size: int, num_steps: int, servers: LocalGang | None = None
+) -> Any:
     """Makes the step of a task; by default samples are split over all axes, tables by rows where that is less.
 
     How much of tables a step touches is counted in a few batches first.
 
-    **Arguments:** `num_steps`: of the whole run.
+    **Arguments:** `num_steps`: of the whole run. `servers`: have tables, where a strategy says so.
 
     **Raises:** `ArgumentError` as `make_mesh` and `check_axes`.
     """
@@ -183,7 +202,7 @@ def make_step(task: Task, devices: Devices, *, batch_size: int, num_steps: int) 
     check_axes(strategies, mesh)
 
     def step(strategies: Mapping[str, Strategy]) -> Step:
-        return parallelize(task.loss, optimizer, mesh, strategies, init=task.init, batch=batch)
+        return parallelize(task.loss, optimizer, mesh, strategies, init=task.init, batch=batch, servers=servers)
 
     first = step(strategies)
     if not any(isinstance(placement, Rows) for one in first.plan.variables for placement in one.placements):

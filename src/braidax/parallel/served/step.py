@@ -190,11 +190,12 @@ class ServedStep:
             self._pulling.begin(leaves, ids)
 
     def update(
-        self, state: State, batch: Any, *, before_apply: Callable[[], object] | None = None
+        self, state: State, batch: Any, *, coming: Any = None, before_apply: Callable[[], object] | None = None
     ) -> tuple[State, dict[str, Any]]:
         """Takes one training step; it waits until servers have what the update before has pushed.
 
-        **Arguments:** `state`: the last one; it is given up. `batch`, `before_apply`: as of `Step.update`.
+        **Arguments:** `state`: the last one; it is given up. `batch`, `before_apply`: as of `Step.update`. `coming`:
+        the next batch, if it is known, for `prepare`.
 
         **Returns:** the new state and the metrics, as of `Step.update`.
 
@@ -204,14 +205,16 @@ class ServedStep:
         """
         self._check_state(state)
         self._check_batch(batch)
-        coming = self._pulling.take(jax.tree.leaves(batch))
+        pulling = self._pulling.take(jax.tree.leaves(batch))
+        if coming is not None:
+            self.prepare(coming)
         state, batch = adopt(state, self.state_shardings), place(batch, self.batch_shardings)
-        if coming is None:
+        if pulling is None:
             ids = self._ids(state.variables, state.key, state.step, batch)
             self._wait()
             rows, pulled = self._pulling.pull(ids)
         else:
-            rows, pulled = coming.result()
+            rows, pulled = pulling.result()
             self._wait()
             if pulled.step < self._num_updates:
                 pulled = self._servers.pull(rows, known=pulled)
