@@ -42,7 +42,7 @@ def parse_strategies(text: str) -> dict[str, Strategy]:
 def has_servers(strategies: Mapping[str, Strategy] | None) -> bool:
     """Returns whether tables are on servers."""
     found = {} if strategies is None else strategies
-    return any(isinstance(one, Hybrid) and one.tables == "servers" for one in found.values())
+    return any(isinstance(one, Hybrid) and one.tables != "rows" for one in found.values())
 
 
 def check_axes(strategies: Mapping[str, Strategy], mesh: Mesh) -> None:

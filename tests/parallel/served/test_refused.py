@@ -55,6 +55,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": optax.chain(optax.sgd(1.0), optax.clip_by_global_norm(1.0), optax.clip_by_global_norm(1.0))},
         "which is on servers, of more than their gradients: expected a sum of these alone",
     ),
+    "tables that are late by other numbers": (
+        {
+            "strategies": {
+                "data": bx.Hybrid({"params/table": bx.Served(staleness=1)}, tables=bx.Served(staleness=2)),
+            }
+        },
+        "staleness of Served is [1, 2] for several tables: expected the same for all",
+    ),
     "frozen": (
         {"trainable": "params/kernel", "strategies": {"data": bx.DataParallel({"params/table": bx.Served()})}},
         "params/table, and these cannot be exchanged: it is frozen",
@@ -70,7 +78,7 @@ def test_what_cannot_be_served_is_refused(case: str, unchecked: None) -> None:
 
 
 def test_another_word_than_one_of_the_two(unchecked: None) -> None:
-    with pytest.raises(ArgumentError, match='tables=\'server\': expected "rows" or "servers"'):
+    with pytest.raises(ArgumentError, match=r"tables='server': expected .rows., .servers. or parallel"):
         bx.Hybrid(tables="server")  # pyright: ignore[reportArgumentType]
 
 

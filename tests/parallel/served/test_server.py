@@ -105,6 +105,42 @@ def test_an_update_of_several_is_one_of_their_sum() -> None:
     np.testing.assert_allclose(rows_of(server), before, rtol=1e-6)
 
 
+def test_one_who_pushes_may_be_ahead_where_rows_may_be_late() -> None:
+    """Each update is taken when all have pushed it, in the order of steps."""
+    server, fields_and_programs = TableServer(0, 1, 2), described({"table": form_of(OPTIMIZERS["sgd"])})
+    fields, programs = fields_and_programs
+    ask(server, "make", {"tables": fields, "staleness": 1}, programs)
+    ask(server, "bear", {"step": 0}, {"key": key_data(jax.random.key(4))})
+    before = rows_of(server)
+    assert push(server, [1], np.ones((1, WIDTH)), 0, rank=8).fields["step"] == 0
+    assert push(server, [2], np.ones((1, WIDTH)), 1, rank=8).fields["step"] == 0
+    with pytest.raises(ArgumentError, match="an update of step 2 was pushed, and the tables on server 0 have seen 0"):
+        push(server, [3], np.ones((1, WIDTH)), 2, rank=8)
+    assert push(server, [1], np.ones((1, WIDTH)), 0, rank=9).fields["step"] == 1
+    before[1] -= 1
+    np.testing.assert_allclose(rows_of(server), before, rtol=1e-6)
+    assert push(server, [2], np.zeros((1, WIDTH)), 1, rank=9).fields["step"] == 2
+    before[2] -= 0.5
+    np.testing.assert_allclose(rows_of(server), before, rtol=1e-6)
+
+
+def test_an_update_that_fails_midway_is_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, fields_and_programs = made(), described({"table": form_of(OPTIMIZERS["sgd"])})
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("none is left")
+
+    monkeypatch.setattr(server._shards["table"], "push", fail)
+    with pytest.raises(MemoryError):
+        push(server, [1], np.ones((1, WIDTH)), 0)
+    monkeypatch.undo()
+    with pytest.raises(ArgumentError, match=r"half of another, as update 0 failed midway: MemoryError.*restore them"):
+        push(server, [1], np.ones((1, WIDTH)), 0)
+    ask(server, "make", {"tables": fields_and_programs[0]}, fields_and_programs[1])
+    ask(server, "bear", {"step": 0}, {"key": key_data(jax.random.key(4))})
+    assert push(server, [1], np.ones((1, WIDTH)), 0).fields["step"] == 1
+
+
 def test_only_what_has_changed_is_pulled_again() -> None:
     server, ids = made(), np.array([1, 2, 3])
     asked = {"tables": ["table"], "since": -1}

@@ -71,7 +71,16 @@ class Served:
 
     Row `id` is on server `id mod S`. The axis divides the samples; a table is served as a whole, so that it is split
     along no other axis.
+
+    **Arguments:** `staleness`: how many updates the rows that a batch reads may lack (stale synchronous parallel, Ho et
+    al. 2013): pulling and pushing then take place beside so many of them. 0: training is that of one device.
     """
+
+    staleness: int = 0
+
+    def __post_init__(self) -> None:
+        if self.staleness < 0:
+            raise ArgumentError(f"staleness={self.staleness}: expected a number of updates, 0 or more")
 
     def refine(self, layout: Layout, axis: Axis) -> Layout:
         """Takes the variable off the devices."""
@@ -84,8 +93,8 @@ class Served:
         return replace(layout, fed="of servers")
 
     def __str__(self) -> str:
-        """`served`."""
-        return "served"
+        """`served`, and how late."""
+        return f"served, {self.staleness} late" if self.staleness else "served"
 
 
 @dataclass(frozen=True, repr=False)

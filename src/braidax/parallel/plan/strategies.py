@@ -158,7 +158,7 @@ class Hybrid:
     some updates later. `combine_bytes`: all-reduces are put together up to this size, the `bucket_cap` of other
     frameworks; None leaves it to the compiler (GPUs; the CPU's always makes one). `tables`: who has the tables. "rows":
     the devices. "servers": those that `parallelize` is given, in their host memory, where they also move the rows
-    (parameter servers); see `Served`.
+    (parameter servers); `Served(staleness=1)` also says how late.
     """
 
     overrides: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
@@ -167,12 +167,12 @@ class Hybrid:
     touched: Mapping[str, Touched] = field(default_factory=dict[str, Touched])
     out_of_range: Literal["as jax", "raise"] = "as jax"
     combine_bytes: int | None = None
-    tables: Literal["rows", "servers"] = "rows"
+    tables: Literal["rows", "servers"] | Served = "rows"
 
     def __post_init__(self) -> None:
         check_combine_bytes(self.combine_bytes)
-        if self.tables not in ("rows", "servers"):
-            raise ArgumentError(f'tables={self.tables!r}: expected "rows" or "servers"')
+        if not isinstance(self.tables, Served) and self.tables not in ("rows", "servers"):
+            raise ArgumentError(f'tables={self.tables!r}: expected "rows", "servers" or parallel.Served(…)')
         if self.out_of_range not in ("as jax", "raise"):
             raise ArgumentError(f'out_of_range={self.out_of_range!r}: expected "as jax" or "raise"')
 
@@ -203,7 +203,7 @@ class Hybrid:
         num_rows, parts = (*taken.shape, 0)[0], axis.size * (taken.num_parts(0) if taken.shape else 1)
         if not cannot and model.no_padding and num_rows % parts:
             cannot = f"{parts} devices do not divide its {num_rows:,} rows, and {model.no_padding}"
-        if not cannot and self.tables == "servers":
+        if not cannot and self.tables != "rows":
             cannot = why_not_served(model, taken)
         if cannot:
             if isinstance(dense.placement, Replicated):
@@ -213,5 +213,7 @@ class Hybrid:
         seen = "" if touched is None else f"; {touched}"
         why = f"hybrid: {model.uses[path].why}{seen}; {costs.words}"
         if costs.by_rows < costs.whole:
-            return Choice(Rows() if self.tables == "rows" else Served(), why, alpha, costs.sent)
+            by_word: dict[str, Placement] = {"rows": Rows(), "servers": Served()}
+            placement = self.tables if isinstance(self.tables, Served) else by_word[self.tables]
+            return Choice(placement, why, alpha, costs.sent)
         return replace(dense, why=why, alpha=alpha)

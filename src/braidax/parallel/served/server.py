@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import jax
@@ -18,6 +19,38 @@ from .shard import Shard
 from .wire import Message, packed, unpacked
 
 _Given = list[tuple[Shard, NDArray[Any], NDArray[Any]]]
+_ANEW = ("make", "bear", "load")  # what gives a server other tables
+
+
+@dataclass
+class _Update:
+    """An update that not all have pushed yet.
+
+    **Fields:** `given`: gradients of each table, by who has given them. `told`: the numbers by which they move rows.
+    """
+
+    given: dict[int, _Given]
+    told: dict[int, list[list[NDArray[Any]]]]
+    total: _Given | None = None
+
+    def joined(self) -> _Given:
+        """Returns the gradients of all who have given some, in their order, each row once."""
+        if self.total is None or len(self.given) == 1:
+            tables = zip(*(self.given[rank] for rank in sorted(self.given)), strict=True)
+            self.total = [_summed(parts) for parts in tables]
+        return self.total
+
+
+def _summed(parts: Sequence[tuple[Shard, NDArray[Any], NDArray[Any]]]) -> tuple[Shard, NDArray[Any], NDArray[Any]]:
+    """Sums the gradients that several have of one table."""
+    if len(parts) == 1:
+        return parts[0]
+    shard = parts[0][0]
+    unique = np.unique(np.concatenate([ids for _, ids, _ in parts]))
+    total = np.zeros((len(unique), shard.form.width), shard.values.dtype)
+    for _, ids, gradients in parts:
+        total[np.searchsorted(unique, ids)] += gradients
+    return shard, unique, total
 
 
 @final
@@ -34,9 +67,9 @@ class TableServer:
         self._rank, self._size, self._num_workers = rank, size, num_workers
         self._run, self._step = "", 0  # whose tables these are, and how many updates they have seen
         self._shards: dict[str, Shard] = {}
-        self._given: dict[int, _Given] = {}  # by who has given them, the gradients of the update that is coming
-        self._total: _Given | None = None  # once all have
-        self._told: dict[int, list[list[NDArray[Any]]]] = {}  # the numbers by which these move rows
+        self._coming: dict[int, _Update] = {}  # that not all have pushed yet, by their steps
+        self._staleness = 0  # how many updates one who pushes may be ahead of another
+        self._failed = ""
         self._answers = {
             "make": self._make,
             "bear": self._bear,
@@ -58,6 +91,11 @@ class TableServer:
             raise ArgumentError(
                 f"a request is of the run {run!r}, and server {self._rank} has the tables of {self._run!r}: expected "
                 f"one run at a time for a gang; give each its own"
+            )
+        if self._failed and message.kind not in _ANEW:
+            raise ArgumentError(
+                f"server {self._rank} has tables that are half of one update and half of another, as {self._failed}: "
+                f"restore them from a checkpoint"
             )
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             return self._answers[message.kind](rank, message)
@@ -81,6 +119,7 @@ class TableServer:
                     f"{form.dtype}{list(form.shape)}: give more servers, or larger ones"
                 ) from error
         self._shards, self._run = shards, str(message.fields["run"])
+        self._staleness = int(message.fields.get("staleness", 0))
         self._begin(0)
         return packed("made")
 
@@ -101,10 +140,8 @@ class TableServer:
 
     def _begin(self, step: int) -> None:
         """Waits for the update behind so many others."""
-        self._step = step
-        self._total = None
-        self._given.clear()
-        self._told.clear()
+        self._step, self._failed = step, ""
+        self._coming.clear()
 
     def _pull(self, rank: int, message: Message) -> Any:
         """Reads rows; with `since`, those that may have changed behind that step, and which of the asked they are."""
@@ -121,55 +158,60 @@ class TableServer:
 
     def _stage(self, rank: int, message: Message) -> Any:
         """Takes the gradients of an update, for a push that has the numbers."""
-        self._checked(message)
-        self._given[rank] = self._gradients(message)
+        self._update_of(message).given[rank] = self._gradients(message)
         return packed("staged")
 
     def _sums(self, rank: int, message: Message) -> Any:
         """Sums over the gradients that all have staged."""
-        step = self._checked(message)
-        if len(self._given) < self._num_workers:
+        update = self._update_of(message)
+        if len(update.given) < self._num_workers:
             raise ArgumentError(
-                f"sums of step {step} were asked of server {self._rank}, where {len(self._given)} of "
-                f"{self._num_workers} have staged their gradients: expected all of them first"
+                f"sums of step {message.fields['step']} were asked of server {self._rank}, where {len(update.given)} "
+                f"of {self._num_workers} have staged their gradients: expected all of them first"
             )
-        pairs = [(at, shard.sums(gradients)) for at, (shard, _, gradients) in enumerate(self._joined())]
+        pairs = [(at, shard.sums(gradients)) for at, (shard, _, gradients) in enumerate(update.joined())]
         return packed("sums", {}, {f"{number}/{at}": one for number, sums in pairs for at, one in enumerate(sums)})
 
     def _push(self, rank: int, message: Message) -> Any:
         """Takes an update of rows; one that was taken already is not taken again."""
-        if int(message.fields["step"]) == self._step - 1 or rank in self._told:
+        step, fields, arrays = int(message.fields["step"]), message.fields, message.arrays
+        if self._step - 1 - self._staleness <= step < self._step:
             return packed("pushed", {"step": self._step})
-        step, fields, arrays = self._checked(message), message.fields, message.arrays
-        if not fields["staged"]:
-            self._given[rank] = self._gradients(message)
-        elif rank not in self._given:
-            raise ArgumentError(f"gradients of step {step} were not staged on server {self._rank}: expected them first")
-        pairs = enumerate(fields["num_numbers"])
-        self._told[rank] = [[arrays[f"{number}/{at}"].copy() for at in range(count)] for number, count in pairs]
-        if len(self._told) == self._num_workers:
-            for (shard, ids, gradients), told in zip(self._joined(), self._told[rank], strict=True):
-                shard.push(ids, gradients, told, step)
-            self._begin(step + 1)
+        update = self._update_of(message)
+        if rank not in update.told:
+            if not fields["staged"]:
+                update.given[rank] = self._gradients(message)
+            elif rank not in update.given:
+                raise ArgumentError(
+                    f"gradients of step {step} were not staged on server {self._rank}: expected them first"
+                )
+            pairs = enumerate(fields["num_numbers"])
+            update.told[rank] = [[arrays[f"{number}/{at}"].copy() for at in range(count)] for number, count in pairs]
+        while (whole := self._coming.get(self._step)) is not None and len(whole.told) == self._num_workers:
+            self._take(whole)
         return packed("pushed", {"step": self._step})
 
-    def _joined(self) -> _Given:
-        """Returns the gradients of all, each row once."""
-        if self._num_workers == 1:
-            return next(iter(self._given.values()))
-        if self._total is None:
-            tables = zip(*(self._given[rank] for rank in sorted(self._given)), strict=True)
-            self._total = [_joined(parts) for parts in tables]
-        return self._total
+    def _take(self, update: "_Update") -> None:
+        """Moves rows by an update that all have pushed; when that fails midway the tables are not gone on with."""
+        try:
+            numbers = next(iter(update.told.values()))
+            for (shard, ids, gradients), told in zip(update.joined(), numbers, strict=True):
+                shard.push(ids, gradients, told, self._step)
+        except BaseException as error:
+            self._failed = f"update {self._step} failed midway: {error!r}"
+            raise
+        del self._coming[self._step]
+        self._step += 1
 
-    def _checked(self, message: Message) -> int:
+    def _update_of(self, message: Message) -> "_Update":
+        """Returns the update that a message is part of, which is not taken yet."""
         step = int(message.fields["step"])
-        if step != self._step:
+        if not self._step <= step <= self._step + self._staleness:
             raise ArgumentError(
                 f"an update of step {step} was pushed, and the tables on server {self._rank} have seen {self._step} "
                 f"updates: expected a state that is as old as they are; go on with the last one"
             )
-        return step
+        return self._coming.setdefault(step, _Update({}, {}))
 
     def _gradients(self, message: Message) -> _Given:
         """Returns what of an update is gradients, checked: nothing is moved yet."""
@@ -202,16 +244,6 @@ class TableServer:
         if name not in self._shards:
             raise ArgumentError(f"table {name!r} is not on the servers: expected one of {[*self._shards]}")
         return self._shards[name]
-
-
-def _joined(parts: Sequence[tuple[Shard, NDArray[Any], NDArray[Any]]]) -> tuple[Shard, NDArray[Any], NDArray[Any]]:
-    """Sums the gradients that several have of one table."""
-    shard = parts[0][0]
-    unique = np.unique(np.concatenate([ids for _, ids, _ in parts]))
-    total = np.zeros((len(unique), shard.form.width), shard.values.dtype)
-    for _, ids, gradients in parts:
-        total[np.searchsorted(unique, ids)] += gradients
-    return shard, unique, total
 
 
 def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dict[str, NDArray[np.uint8]]]:

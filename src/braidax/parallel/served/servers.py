@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.errors import ArgumentError, CommError, WaitTimeout
+from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.gang import Gang
 from braidax.program.coordination import coordination
 
@@ -51,7 +51,8 @@ class Servers:
     All processes of a run have one of these; where that says so, all call a method at the same time.
 
     **Arguments:** `gang`: which runs; its ranks do nothing else meanwhile. None in all processes but the first.
-    `forms`: of the tables, by name. `transport`: of the messages. `timeout_seconds`: the limit of each wait.
+    `forms`: of the tables, by name. `staleness`: how many updates a process may be ahead of another.
+    `transport`: of the messages. `timeout_seconds`: the limit of each wait.
 
     **Raises:** as `Gang.submit`, and as `comm.connect`.
     """
@@ -61,6 +62,7 @@ class Servers:
         gang: Gang | None,
         forms: Mapping[str, TableForm],
         *,
+        staleness: int = 0,
         transport: str = "tcp",
         timeout_seconds: float = 120.0,
     ) -> None:
@@ -87,7 +89,8 @@ class Servers:
         self._run, self._closed = meeting.job, False
         self._pool = ThreadPoolExecutor(max(1, self.num_servers - 1), thread_name_prefix="braidax-ask")
         fields, programs = described(forms)
-        self._first_asks(lambda server: packed("make", {"run": self._run, "tables": fields}, programs))
+        made = {"run": self._run, "tables": fields, "staleness": staleness}
+        self._first_asks(lambda server: packed("make", made, programs))
 
     def meet(self) -> None:
         """Returns when all processes have called it: what they have pushed before, all servers have."""
@@ -241,7 +244,15 @@ class Servers:
         """Asks all servers at once. **Raises:** what the first of them raises that fails, in their order."""
 
         def ask(server: int) -> Message:
-            return unpacked(self._world.ask(server, question(server)))
+            try:
+                return unpacked(self._world.ask(server, question(server)))
+            except PeerLost as error:
+                raise PeerLost(
+                    f"server {server} of {self.num_servers} is lost, and what it had of the tables: {error}; begin "
+                    f"anew from the last checkpoint, with a gang that has all its ranks (gang.replace())",
+                    server,
+                    error.host,
+                ) from error
 
         others = [self._pool.submit(ask, server) for server in range(1, self.num_servers)]
         first: list[Message] = [ask(0)]

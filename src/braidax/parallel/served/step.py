@@ -1,15 +1,15 @@
 """`ServedStep`: a step some of whose tables are on servers."""
 
 import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, final
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
@@ -18,25 +18,17 @@ from braidax.parallel.compiler_options import CompilerOptions
 from braidax.parallel.compute.in_flight import InFlight
 from braidax.parallel.compute.work import GRAD_NORM, Work
 from braidax.parallel.given.arrays import adopt, place, typed_key
-from braidax.parallel.plan.batch import shard_batch
 from braidax.parallel.state import State
-from braidax.program import Program, compile_on, difference, named_leaves, specs_of
+from braidax.program import Program, difference, named_leaves, specs_of
 
 from .batch_rows import BatchRows
-from .feed import ServedFeed, ServedReading
+from .compiled import ServedPrograms
+from .feed import ServedFeed
 from .parts import local_parts
 from .programs import numbers_to_send
 from .pulling import Pulling, fed_with
 from .saved import ServedTables
 from .servers import Servers, TablePart
-
-
-class _Evaluation(NamedTuple):
-    """What computes the metrics of batches of a form. **Fields:** its programs, and how batches lie."""
-
-    ids: Any
-    run: Any
-    batch_shardings: Any
 
 
 @final
@@ -64,64 +56,20 @@ class ServedStep:
         compiler_options: CompilerOptions,
     ) -> None:
         self.mesh, self.plan, self.batch_shardings = work.mesh, work.plan, batch_shardings
-        self._work, self._feed, self._batch_specs = work, feed, batch
-        reading = work.reading
-        assert isinstance(reading, ServedReading), "its feed is a served one"
-        self._reading, self._options = reading, compiler_options
-        self._state_specs: State = work.form.initial.out_specs
-        self.state_shardings = held = work.form.shardings
-        self._whole = NamedSharding(self.mesh, PartitionSpec())
-        self._gradients = compile_on(
-            self.mesh,
-            work.gradients,
-            in_shardings=(*self._read(reading), batch_shardings),
-            out_shardings=(work.gradient_shardings, held.variables, work.metric_shardings),
-            compiler_options=compiler_options.gradients,
-        )
-        self._apply = compile_on(
-            self.mesh,
-            work.apply,
-            in_shardings=(
-                held.step,
-                held.params,
-                held.opt_state,
-                (work.gradient_shardings[0], self._whole),
-                self._whole,
-            ),
-            out_shardings=(held.step, held.params, held.opt_state),
-            donate=(0, 1, 2),
-            compiler_options=compiler_options.apply,
-        )
-        self._init = compile_on(self.mesh, work.form.initial, in_shardings=(self._whole,), out_shardings=held)
-        self._ids = self._compiled_ids(reading, batch_shardings)
+        self._form, self._feed, self._batch_specs = work.form, feed, batch
+        self._programs = programs = ServedPrograms(work, feed, batch_shardings, compiler_options)
+        self._reading, self._state_specs = programs.reading, work.form.initial.out_specs
+        self.state_shardings, self._whole = work.form.shardings, programs.whole
         self._in_flight = InFlight(self.mesh)
-        self._evaluations: dict[Any, _Evaluation] = {}
-        self._pushed: Future[None] | None = None
+        self._pushed: deque[Future[None]] = deque()  # and not known yet to be there
+        self._lags: Counter[int] = Counter()
         self._last: weakref.ref[jax.Array] | None = None  # the step of the state that belongs to what servers have
         self._num_updates = -1  # before there are any tables
         self._forms = feed.forms(born)
-        self._servers = Servers(gang, self._forms)
+        self._servers = Servers(gang, self._forms, staleness=feed.staleness)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
         self._pulling = Pulling(self._servers, feed, self._thread)
         self._tables = ServedTables(self._servers, self._forms, self._settled, self._restored)
-
-    def _read(self, reading: ServedReading) -> tuple[Any, ...]:
-        """The shardings of what gradients and evaluations are given."""
-        held = self.state_shardings
-        return held.params, reading.fed_shardings, held.variables, held.key, held.step
-
-    def _compiled_ids(self, reading: ServedReading, batch_shardings: Any) -> Any:
-        held = self.state_shardings
-
-        def ids(variables: Any, key: Any, step: Any, batch: Any) -> dict[str, jax.Array]:
-            return reading.ids(variables, jax.random.fold_in(key, step), batch)
-
-        return compile_on(
-            self.mesh,
-            ids,
-            in_shardings=(held.variables, held.key, held.step, batch_shardings),
-            out_shardings=dict.fromkeys(self._feed.tables, reading.on_parts),
-        )
 
     # A state
 
@@ -133,7 +81,7 @@ class ServedStep:
         self._wait()
         self._pulling.forget()
         self._servers.bear(key)
-        return self._own(self._init(place(key, self._whole)), 0)
+        return self._own(self._programs.init(place(key, self._whole)), 0)
 
     @property
     def state_specs(self) -> State:
@@ -186,7 +134,7 @@ class ServedStep:
             given = place(
                 (nothing, jax.random.key(0), np.int32(0)), (self.state_shardings.variables, self._whole, self._whole)
             )
-            ids = self._ids(*given, place(batch, self.batch_shardings))
+            ids = self._programs.ids(*given, place(batch, self.batch_shardings))
             self._pulling.begin(leaves, ids)
 
     def update(
@@ -210,17 +158,18 @@ class ServedStep:
             self.prepare(coming)
         state, batch = adopt(state, self.state_shardings), place(batch, self.batch_shardings)
         if pulling is None:
-            ids = self._ids(state.variables, state.key, state.step, batch)
-            self._wait()
+            ids = self._programs.ids(state.variables, state.key, state.step, batch)
+            self._wait(behind=self._feed.staleness)
             rows, pulled = self._pulling.pull(ids)
         else:
             rows, pulled = pulling.result()
-            self._wait()
-            if pulled.step < self._num_updates:
+            self._wait(behind=self._feed.staleness)
+            if pulled.step < self._num_updates - self._feed.staleness:
                 pulled = self._servers.pull(rows, known=pulled)
+        self._lags[max(0, self._num_updates - pulled.step)] += 1
         fed = fed_with(self._reading, rows, pulled)
         self._in_flight.make_room()
-        (dense, payload), variables, metrics = self._gradients(
+        (dense, payload), variables, metrics = self._programs.gradients(
             state.params, fed, state.variables, state.key, state.step, batch
         )
         self._in_flight.add(metrics["loss"])
@@ -228,45 +177,36 @@ class ServedStep:
             before_apply()
         totals: dict[int, Any] = {}
         if self._feed.wants_sums:
+            self._wait()
             sums = self._servers.stage(rows, _summed(rows, payload), self._num_updates)
             totals, squares = self._feed.totals(sums)
             payload, metrics = None, _with_squares(metrics, squares)
         given = (dense, totals)
-        step, params, opt_state = self._apply(state.step, state.params, state.opt_state, given, metrics["loss"])
+        step, params, opt_state = self._programs.apply(
+            state.step, state.params, state.opt_state, given, metrics["loss"]
+        )
         numbers = {name: self._numbers(one) for name, one in opt_state["rows"].items()}
-        self._pushed = self._thread.submit(self._push, rows, payload, numbers, self._num_updates)
+        self._pushed.append(self._thread.submit(self._push, rows, payload, numbers, self._num_updates))
         state = replace(state, step=step, params=params, opt_state=opt_state, variables=variables)
         return self._own(state, self._num_updates + 1), metrics
 
     def evaluate(self, state: State, batch: Any) -> dict[str, Any]:
         """Computes the metrics of a batch with `train=False`. **Arguments, Returns:** as of `Step.evaluate`."""
         self._check_state(state)
-        made = self._evaluation(specs_of(batch))
+        made = self._programs.evaluation(specs_of(batch))
         state, batch = place(state, self.state_shardings), place(batch, made.batch_shardings)
-        ids = made.ids[1](state.variables, state.key, state.step, batch)
+        ids = made.ids(state.variables, state.key, state.step, batch)
         self._wait()
-        fed = fed_with(made.ids[0], *self._pulling.pull(ids))
+        fed = fed_with(made.reading, *self._pulling.pull(ids))
         self._in_flight.make_room()
         metrics = made.run(state.params, fed, state.variables, state.key, state.step, batch)
         self._in_flight.add(metrics["loss"])
         return metrics
 
-    def _evaluation(self, specs: Any) -> _Evaluation:
-        form = (jax.tree.structure(specs), tuple((s.shape, s.dtype) for s in jax.tree.leaves(specs)))
-        if form not in self._evaluations:
-            batch_shardings = shard_batch(self.mesh, self.plan.batch_axes, specs)
-            run, out, reading = self._work.evaluate(specs)
-            assert isinstance(reading, ServedReading), "the feed is a served one"
-            compiled = compile_on(
-                self.mesh,
-                run,
-                in_shardings=(*self._read(reading), batch_shardings),
-                out_shardings=out,
-                compiler_options=self._options.apply,
-            )
-            ids = (reading, self._compiled_ids(reading, batch_shardings))
-            self._evaluations[form] = _Evaluation(ids, compiled, batch_shardings)
-        return self._evaluations[form]
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How many updates have read rows that lacked so many updates, by that number: 0 where nothing was late."""
+        return dict(sorted(self._lags.items()))
 
     def finish(self) -> None:
         """Waits until servers have all that was pushed. **Raises:** what became of that."""
@@ -319,7 +259,7 @@ class ServedStep:
         read = {name: self._servers.read(name, 0, spec.shape[0]) for name, spec in self._feed.tables.items()}
         host = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else np.asarray(leaf), state)
         values = {name: one.values.reshape(self._feed.tables[name].shape) for name, one in read.items()}
-        params = self._work.form.joined(host.params, values)
+        params = self._form.joined(host.params, values)
         kept = {
             name: {form.name: leaf for form, leaf in zip(self._forms[name].kept, one.kept, strict=True)}
             for name, one in read.items()
@@ -332,7 +272,7 @@ class ServedStep:
 
         **Raises:** as `Step.from_dense`.
         """
-        specs = self._work.form.dense_specs()
+        specs = self._form.dense_specs()
         if message := difference(specs, state, "state"):
             raise ArgumentError(f"{message}: pass a state in the form of single-device training, with this optimizer")
         self._wait()
@@ -345,7 +285,7 @@ class ServedStep:
             values = np.asarray(params[name]).reshape(form.shape[0], form.width)[first:last]
             self._servers.write(name, TablePart(first, values, own, [np.asarray(one) for one in shared]), num_updates)
         self._servers.meet()
-        mine = self._work.form.from_dense(state)
+        mine = self._form.from_dense(state)
         return self._own(adopt(mine, self.state_shardings), num_updates)
 
     def _settled(self) -> int:
@@ -368,12 +308,15 @@ class ServedStep:
     def _numbers(self, kept: Any) -> list[Any]:
         return [*numbers_to_send(kept), kept.changed] if kept else []
 
-    def _wait(self) -> None:
-        """Returns when servers have what all processes have pushed. **Raises:** what became of it, again and again."""
-        if self._pushed is not None:
-            self._pushed.result()
+    def _wait(self, *, behind: int = 0) -> None:
+        """Returns when servers have what all processes have pushed, but for the last updates.
+
+        **Arguments:** `behind`: how many of these. **Raises:** what became of an update, again and again.
+        """
+        while len(self._pushed) > behind:
+            self._pushed[0].result()
             self._servers.meet()
-            self._pushed = None
+            self._pushed.popleft()
 
     def _check_batch(self, batch: Any) -> None:
         given = batch if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)) else specs_of(batch)

@@ -1,0 +1,100 @@
+"""The programs of a step whose tables are on servers."""
+
+from typing import Any, NamedTuple, final
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from braidax.parallel.compiler_options import CompilerOptions
+from braidax.parallel.compute.work import Work
+from braidax.parallel.plan.batch import shard_batch
+from braidax.program import compile_on
+
+from .feed import ServedFeed, ServedReading
+
+
+class Evaluation(NamedTuple):
+    """What computes the metrics of batches of a form.
+
+    **Fields:** `reading`: how it reads tables. `ids`: their program. `run`: of the metrics. `batch_shardings`.
+    """
+
+    reading: ServedReading
+    ids: Any
+    run: Any
+    batch_shardings: Any
+
+
+@final
+class ServedPrograms:
+    """Jitted functions, each compiled at its first call.
+
+    **Arguments:** `work`, whose feed is `feed`. `batch_shardings`: in training.
+
+    **Fields:** `reading`: in training. `whole`: the sharding of what is on every device. `init`: `key -> state`. `ids`:
+    `(variables, key, step, batch) -> ids`, of each device by table. `gradients`: `(params, fed, variables, key, step,
+    batch) -> ((gradients, those of rows), variables, metrics)`. `apply`: `(step, params, opt_state, (gradients, sums
+    over rows), loss) -> (step, params, opt_state)`, which gives up the first three.
+    """
+
+    def __init__(self, work: Work, feed: ServedFeed, batch_shardings: Any, options: CompilerOptions) -> None:
+        reading = work.reading
+        assert isinstance(reading, ServedReading), "its feed is a served one"
+        self._work, self._feed, self._options, self.reading = work, feed, options, reading
+        self.whole, held = NamedSharding(work.mesh, PartitionSpec()), work.form.shardings
+        self.init = compile_on(work.mesh, work.form.initial, in_shardings=(self.whole,), out_shardings=held)
+        self.ids = self._compiled_ids(reading, batch_shardings)
+        self.gradients = compile_on(
+            work.mesh,
+            work.gradients,
+            in_shardings=(*self._read(reading), batch_shardings),
+            out_shardings=(work.gradient_shardings, held.variables, work.metric_shardings),
+            compiler_options=options.gradients,
+        )
+        of_dense, _ = work.gradient_shardings
+        self.apply = compile_on(
+            work.mesh,
+            work.apply,
+            in_shardings=(held.step, held.params, held.opt_state, (of_dense, self.whole), self.whole),
+            out_shardings=(held.step, held.params, held.opt_state),
+            donate=(0, 1, 2),
+            compiler_options=options.apply,
+        )
+        self._evaluations: dict[Any, Evaluation] = {}
+
+    def evaluation(self, specs: Any) -> Evaluation:
+        """Returns what evaluates batches of a form. **Arguments:** `specs`: of such a batch."""
+        work = self._work
+        form = (jax.tree.structure(specs), tuple((s.shape, s.dtype) for s in jax.tree.leaves(specs)))
+        if form not in self._evaluations:
+            batch_shardings = shard_batch(work.mesh, work.plan.batch_axes, specs)
+            run, out, reading = work.evaluate(specs)
+            assert isinstance(reading, ServedReading), "the feed is a served one"
+            compiled = compile_on(
+                work.mesh,
+                run,
+                in_shardings=(*self._read(reading), batch_shardings),
+                out_shardings=out,
+                compiler_options=self._options.apply,
+            )
+            ids = self._compiled_ids(reading, batch_shardings)
+            self._evaluations[form] = Evaluation(reading, ids, compiled, batch_shardings)
+        return self._evaluations[form]
+
+    def _read(self, reading: ServedReading) -> tuple[Any, ...]:
+        """The shardings of what gradients and evaluations are given."""
+        held = self._work.form.shardings
+        return held.params, reading.fed_shardings, held.variables, held.key, held.step
+
+    def _compiled_ids(self, reading: ServedReading, batch_shardings: Any) -> Any:
+        held = self._work.form.shardings
+
+        def ids(variables: Any, key: Any, step: Any, batch: Any) -> dict[str, jax.Array]:
+            return reading.ids(variables, jax.random.fold_in(key, step), batch)
+
+        return compile_on(
+            self._work.mesh,
+            ids,
+            in_shardings=(held.variables, held.key, held.step, batch_shardings),
+            out_shardings=dict.fromkeys(self._feed.tables, reading.on_parts),
+        )
