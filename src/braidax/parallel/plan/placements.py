@@ -73,12 +73,16 @@ class Served:
     along no other axis.
 
     **Arguments:** `staleness`: how many updates the rows that a batch reads may lack (stale synchronous parallel, Ho et
-    al. 2013): pulling and pushing then take place beside so many of them. 0: training is that of one device.
+    al. 2013): pulling and pushing then take place beside so many of them. 0: training is that of one device. `copies`:
+    how many servers have each row, all of which are told of each update: one less may be lost, and training goes on.
     """
 
     staleness: int = 0
+    copies: int = 1
 
     def __post_init__(self) -> None:
+        if self.copies < 1:
+            raise ArgumentError(f"copies={self.copies}: expected a number of servers, 1 or more")
         if self.staleness < 0:
             raise ArgumentError(f"staleness={self.staleness}: expected a number of updates, 0 or more")
 

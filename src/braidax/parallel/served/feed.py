@@ -188,10 +188,11 @@ class ServedFeed:
         specs = dict(named_leaves(self._params))
         pairs = zip(specs, plan.variables, strict=True)
         self.tables = {name: specs[name] for name, variable in pairs if is_served(variable)}
-        late = {one.staleness for v in plan.variables for one in v.placements if isinstance(one, Served)}
-        if len(late) > 1:
-            raise ArgumentError(f"staleness of Served is {sorted(late)} for several tables: expected the same for all")
-        self.staleness = late.pop()
+        found = {one for v in plan.variables for one in v.placements if isinstance(one, Served)}
+        if len(found) > 1:
+            told = sorted(map(repr, found))
+            raise ArgumentError(f"tables are {' and '.join(told)}: expected the same for all that are on servers")
+        self.placement = found.pop()
         self._own = {name: own for name in self.tables if (own := options.own(name)) is not None}
         self._split = options.split(self.tables)
         self._update = DenseUpdate(self._split, self.tables, lambda wanted, known, totals: totals)

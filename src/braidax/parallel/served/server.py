@@ -83,7 +83,10 @@ class TableServer:
 
     def handle(self, rank: int, value: Any) -> Any:
         """Answers a request. **Raises:** `CommError` for what is none, `ArgumentError` for what cannot be."""
-        message = unpacked(value)
+        return self.answer(rank, unpacked(value))
+
+    def answer(self, rank: int, message: Message) -> Any:
+        """Answers a request that was read. **Raises:** `ArgumentError` for what cannot be."""
         if message.kind not in self._answers:
             raise ArgumentError(f"a server of tables was asked to {message.kind!r}, expected one of {[*self._answers]}")
         run = message.fields.get("run")
@@ -246,6 +249,30 @@ class TableServer:
         return self._shards[name]
 
 
+@final
+class Holder:
+    """What one rank of a gang has: the part of each table that is its own, and copies of the parts before it.
+
+    Copies are told of each update as the part itself is, so that either is as good as the other.
+
+    **Arguments:** `rank`, `size`: of this. `num_workers`: who train. `copies`: how many ranks have each part.
+    """
+
+    def __init__(self, rank: int, size: int, num_workers: int, copies: int) -> None:
+        self._rank = rank
+        self._parts = {
+            part % size: TableServer(part % size, size, num_workers) for part in range(rank - copies + 1, rank + 1)
+        }
+
+    def handle(self, rank: int, value: Any) -> Any:
+        """Answers a request for a part. **Raises:** as `TableServer.handle`."""
+        message = unpacked(value)
+        part = message.fields.get("part")
+        if part not in self._parts:
+            raise ArgumentError(f"server {self._rank} was asked for part {part}, expected one of {[*self._parts]}")
+        return self._parts[part].answer(rank, message)
+
+
 def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dict[str, NDArray[np.uint8]]]:
     """Returns forms as a request to make them has them: fields, and programs by number."""
     fields: list[dict[str, Any]] = []
@@ -259,13 +286,14 @@ def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dic
     return fields, arrays
 
 
-def serve(comm: Communicator, meeting: Meeting, num_workers: int) -> None:
+def serve(comm: Communicator, meeting: Meeting, num_workers: int, copies: int) -> None:
     """Serves tables as one rank of a gang, until those who ask are gone.
 
     **Arguments:** `comm`: of the gang. `meeting`: where servers and those who ask meet. `num_workers`: of these.
+    `copies`: how many servers have each part.
     """
     world = meeting.join(comm.rank, comm.size + num_workers)
-    server = TableServer(comm.rank, comm.size, num_workers)
+    server = Holder(comm.rank, comm.size, num_workers, copies)
     with world:
         if num_workers > 1:
             world.split(0)

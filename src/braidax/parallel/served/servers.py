@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -21,6 +22,7 @@ from .programs import JOINS, TableForm
 from .server import described, key_data, serve
 from .wire import Message, packed, unpacked
 
+_log = logging.getLogger("braidax")
 _BLOCK_BYTES = 16 << 20  # of a table that is read or written whole, a message
 
 
@@ -51,8 +53,8 @@ class Servers:
     All processes of a run have one of these; where that says so, all call a method at the same time.
 
     **Arguments:** `gang`: which runs; its ranks do nothing else meanwhile. None in all processes but the first.
-    `forms`: of the tables, by name. `staleness`: how many updates a process may be ahead of another.
-    `transport`: of the messages. `timeout_seconds`: the limit of each wait.
+    `forms`: of the tables, by name. `staleness`: how many updates a process may be ahead of another. `copies`:
+    how many servers have each part of a table. `transport`: of the messages. `timeout_seconds`: the limit of each wait.
 
     **Raises:** as `Gang.submit`, and as `comm.connect`.
     """
@@ -63,6 +65,7 @@ class Servers:
         forms: Mapping[str, TableForm],
         *,
         staleness: int = 0,
+        copies: int = 1,
         transport: str = "tcp",
         timeout_seconds: float = 120.0,
     ) -> None:
@@ -73,12 +76,16 @@ class Servers:
             check_gang(gang)
             assert gang is not None, "it was checked"
             self.num_servers = gang.size
+            if copies > gang.size:
+                raise ArgumentError(
+                    f"copies={copies} of Served, and the gang has {gang.size} ranks: expected as many servers at least"
+                )
             if others is not None:
                 others.set("servers", str(gang.size).encode())
             with begin_meeting(
                 gang.hosts, transport=transport, timeout_seconds=timeout_seconds, others=others
             ) as meeting:
-                self._serving = gang.submit(serve, meeting, self._num_workers)
+                self._serving = gang.submit(serve, meeting, self._num_workers, copies)
                 self._world = meeting.join(gang.size, gang.size + self._num_workers)
         else:
             assert others is not None, "there are several processes"
@@ -87,10 +94,11 @@ class Servers:
             self._world = meeting.join(self.num_servers + self._worker, self.num_servers + self._num_workers)
         self._workers = self._world.split(1) if self._num_workers > 1 else None
         self._run, self._closed = meeting.job, False
-        self._pool = ThreadPoolExecutor(max(1, self.num_servers - 1), thread_name_prefix="braidax-ask")
+        self._copies, self._lost = copies, set[int]()
+        self._pool = ThreadPoolExecutor(self.num_servers * copies, thread_name_prefix="braidax-ask")
         fields, programs = described(forms)
-        made = {"run": self._run, "tables": fields, "staleness": staleness}
-        self._first_asks(lambda server: packed("make", made, programs))
+        made = {"tables": fields, "staleness": staleness}
+        self._first_asks(lambda part: self._packed("make", part, made, programs))
 
     def meet(self) -> None:
         """Returns when all processes have called it: what they have pushed before, all servers have."""
@@ -100,7 +108,7 @@ class Servers:
     def _first_asks(self, question: Callable[[int], list[Any]]) -> None:
         """Lets the first process ask all servers, while all others wait."""
         if self._worker == 0:
-            self._ask_all(question)
+            self._ask_all(question, of="all")
         self.meet()
 
     # Rows
@@ -108,7 +116,7 @@ class Servers:
     def bear(self, key: jax.Array) -> None:
         """Makes the first rows of all tables; all processes call it. **Arguments:** `key`: that the step is given."""
         data = key_data(key)
-        self._first_asks(lambda server: self._packed("bear", {"step": 0}, {"key": data}))
+        self._first_asks(lambda part: self._packed("bear", part, {"step": 0}, {"key": data}))
 
     def pull(self, batch: Mapping[str, BatchRows], *, known: Rows | None = None) -> Rows:
         """Returns rows as they are now. **Arguments:** `known`: as they were, so that only changes are asked for."""
@@ -120,7 +128,7 @@ class Servers:
 
         def question(server: int) -> list[Any]:
             ids = {name: rows.asked(server) for name, rows in batch.items()}
-            return self._packed("pull", {"tables": names, "since": since}, ids)
+            return self._packed("pull", server, {"tables": names, "since": since}, ids)
 
         answers = self._ask_all(question)
         for server, answer in enumerate(answers):
@@ -135,9 +143,11 @@ class Servers:
 
         All processes call it. **Arguments:** as of `push`, which moves the rows.
         """
-        self._ask_all(lambda server: self._packed("stage", *self._gradients(batch, gradients, step, server)))
+        self._ask_all(
+            lambda part: self._packed("stage", part, *self._gradients(batch, gradients, step, part)), of="all"
+        )
         self.meet()
-        answers = self._ask_all(lambda server: self._packed("sums", {"step": step}))
+        answers = self._ask_all(lambda part: self._packed("sums", part, {"step": step}))
         found: dict[str, list[Any]] = {}
         for number, name in enumerate(batch):
             joins = [JOINS[join] for join in self._forms[name].joins]
@@ -162,11 +172,11 @@ class Servers:
 
         def update(server: int) -> list[Any]:
             if gradients is None:
-                return self._packed("push", {"step": step, **more}, told)
+                return self._packed("push", server, {"step": step, **more}, told)
             fields, arrays = self._gradients(batch, gradients, step, server)
-            return self._packed("push", {**fields, **more}, {**arrays, **told})
+            return self._packed("push", server, {**fields, **more}, {**arrays, **told})
 
-        self._ask_all(update)
+        self._ask_all(update, of="all")
 
     def _gradients(
         self, batch: Mapping[str, BatchRows], gradients: Mapping[str, NDArray[Any]], step: int, server: int
@@ -211,7 +221,7 @@ class Servers:
             return self._asked("load", name, server, start, stop, {"values": part.values[rows], **kept, **shared}, step)
 
         for start, stop in self._blocks(form, first, first + len(part.values)):
-            self._ask_all(lambda server, rows=(start, stop): block(server, *rows))
+            self._ask_all(lambda server, rows=(start, stop): block(server, *rows), of="all")
 
     def _blocks(self, form: TableForm, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yields the rows of a message after the other; one without rows where there are none."""
@@ -229,7 +239,8 @@ class Servers:
     ) -> list[Any]:
         """Returns what a server is asked about its rows of some consecutive ones."""
         ends = [-(-(end - server) // self.num_servers) for end in (start, stop)]
-        return self._packed(kind, {"table": name, "start": ends[0], "stop": ends[1], "step": step}, arrays)
+        fields = {"table": name, "start": ends[0], "stop": ends[1], "step": step}
+        return self._packed(kind, server, fields, arrays)
 
     def _empty(self, name: str, count: int) -> NDArray[Any]:
         form = self._forms[name]
@@ -237,26 +248,71 @@ class Servers:
 
     # Messages
 
-    def _packed(self, kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Any] | None = None) -> list[Any]:
-        return packed(kind, {**fields, "run": self._run}, arrays)
+    def _packed(
+        self, kind: str, part: int, fields: Mapping[str, Any], arrays: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        return packed(kind, {**fields, "run": self._run, "part": part}, arrays)
 
-    def _ask_all(self, question: Callable[[int], list[Any]]) -> list[Message]:
-        """Asks all servers at once. **Raises:** what the first of them raises that fails, in their order."""
+    def _ask_all(self, question: Callable[[int], list[Any]], *, of: Literal["one", "all"] = "one") -> list[Message]:
+        """Asks the servers of all parts at once.
 
-        def ask(server: int) -> Message:
-            try:
-                return unpacked(self._world.ask(server, question(server)))
-            except PeerLost as error:
-                raise PeerLost(
-                    f"server {server} of {self.num_servers} is lost, and what it had of the tables: {error}; begin "
-                    f"anew from the last checkpoint, with a gang that has all its ranks (gang.replace())",
+        **Arguments:** `question`: for a part. `of`: whether one of those who have it is asked, or all.
+
+        **Returns:** an answer for each part. **Raises:** `PeerLost` where all who have a part are gone; what the first
+        of them raises that fails, in their order.
+        """
+        if of == "one":
+            others = [self._pool.submit(self._ask_one, question, part) for part in range(1, self.num_servers)]
+            return [self._ask_one(question, 0), *(one.result() for one in others)]
+        asked = [
+            [self._pool.submit(self._ask, server, part, question) for server in self._holders(part)]
+            for part in range(self.num_servers)
+        ]
+        return [self._first(part, [one.result() for one in some]) for part, some in enumerate(asked)]
+
+    def _ask_one(self, question: Callable[[int], list[Any]], part: int) -> Message:
+        """Asks whoever of those that have a part is there."""
+        answers: list[Message | PeerLost] = []
+        for server in self._holders(part):
+            answers.append(self._ask(server, part, question))
+            if isinstance(answers[-1], Message):
+                break
+        return self._first(part, answers)
+
+    def _holders(self, part: int) -> list[int]:
+        """Returns the servers that have a part, and are not known to be lost."""
+        every = [(part + copy) % self.num_servers for copy in range(self._copies)]
+        return [server for server in every if server not in self._lost] or every
+
+    def _ask(self, server: int, part: int, question: Callable[[int], list[Any]]) -> Message | PeerLost:
+        """Returns the answer of a server, or that it is lost."""
+        try:
+            return unpacked(self._world.ask(server, question(part)))
+        except PeerLost as error:
+            if server not in self._lost and self._copies > 1:
+                _log.warning(
+                    "server %d of %d is lost (%s); training goes on with the copies of what it had",
                     server,
-                    error.host,
-                ) from error
+                    self.num_servers,
+                    error,
+                )
+            self._lost.add(server)
+            return error
 
-        others = [self._pool.submit(ask, server) for server in range(1, self.num_servers)]
-        first: list[Message] = [ask(0)]
-        return first + [one.result() for one in others]
+    def _first(self, part: int, answers: Sequence[Message | PeerLost]) -> Message:
+        """Returns the first answer for a part. **Raises:** `PeerLost` where there is none."""
+        found = next((answer for answer in answers if isinstance(answer, Message)), None)
+        if found is None:
+            last = answers[-1]
+            assert isinstance(last, PeerLost), "somebody was asked"
+            copies = "its only copy" if self._copies == 1 else f"all {self._copies} copies"
+            raise PeerLost(
+                f"server {part} of {self.num_servers} is lost, and {copies} of what it had of the tables: {last}; "
+                f"begin anew from the last checkpoint, with a gang that has all its ranks (gang.replace())",
+                part,
+                last.host,
+            ) from last
+        return found
 
     def close(self, *, others: Literal["wait", "leave"] = "wait") -> None:
         """Ends the servers; what they have is gone. A second call does nothing.

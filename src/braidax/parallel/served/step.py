@@ -66,7 +66,7 @@ class ServedStep:
         self._last: weakref.ref[jax.Array] | None = None  # the step of the state that belongs to what servers have
         self._num_updates = -1  # before there are any tables
         self._forms = feed.forms(born)
-        self._servers = Servers(gang, self._forms, staleness=feed.staleness)
+        self._servers = Servers(gang, self._forms, staleness=feed.placement.staleness, copies=feed.placement.copies)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
         self._pulling = Pulling(self._servers, feed, self._thread)
         self._tables = ServedTables(self._servers, self._forms, self._settled, self._restored)
@@ -159,12 +159,12 @@ class ServedStep:
         state, batch = adopt(state, self.state_shardings), place(batch, self.batch_shardings)
         if pulling is None:
             ids = self._programs.ids(state.variables, state.key, state.step, batch)
-            self._wait(behind=self._feed.staleness)
+            self._wait(behind=self._feed.placement.staleness)
             rows, pulled = self._pulling.pull(ids)
         else:
             rows, pulled = pulling.result()
-            self._wait(behind=self._feed.staleness)
-            if pulled.step < self._num_updates - self._feed.staleness:
+            self._wait(behind=self._feed.placement.staleness)
+            if pulled.step < self._num_updates - self._feed.placement.staleness:
                 pulled = self._servers.pull(rows, known=pulled)
         self._lags[max(0, self._num_updates - pulled.step)] += 1
         fed = fed_with(self._reading, rows, pulled)

@@ -1,0 +1,118 @@
+"""Servers that are lost while training: with copies nothing is lost with them, whenever it happens."""
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import braidax.parallel as bx
+from braidax.checkpoint import Checkpointer, Every
+from braidax.comm import Communicator
+from braidax.errors import ArgumentError, PeerLost
+from braidax.gang import LocalGang
+from braidax.parallel.given.arrays import place
+from tests.parallel.models import copied, specs
+from tests.parallel.served.test_prepared import init, loss, zipf_batches
+
+NUM_STEPS = 24
+OPTIMIZERS = {
+    "adagrad": optax.adagrad(0.1),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, 0.9)),
+}
+
+
+def own_pid(comm: Communicator) -> int:
+    """Returns the process of the rank."""
+    return os.getpid()
+
+
+def make_step(gang: LocalGang, optimizer: str, *, copies: int = 2) -> Any:
+    strategies = {"data": bx.Hybrid({"params/table": bx.Served(copies=copies)})}
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    batch = specs(zipf_batches(1)[0])
+    return bx.parallelize(loss, OPTIMIZERS[optimizer], mesh, strategies, init=init, batch=batch, servers=gang)
+
+
+def trained(step: Any, killed: Any = lambda number: None) -> Any:
+    """Trains, and returns all losses and the dense state. **Arguments:** `killed`: is told of each step."""
+    state, losses = step.init(jax.random.key(0)), list[float]()
+    placed = [place(batch, step.batch_shardings) for batch in zipf_batches(NUM_STEPS)]
+    for number, (batch, coming) in enumerate(zip(placed, [*placed[1:], None], strict=True)):
+        killed(number)
+        state, metrics = step.update(state, batch, coming=coming)
+        losses.append(float(metrics["loss"]))
+    return losses, copied(step.to_dense(state))
+
+
+@pytest.fixture(scope="module", params=OPTIMIZERS)
+def expected(request: pytest.FixtureRequest) -> Iterator[tuple[str, Any]]:
+    """What training comes to that loses nothing."""
+    with LocalGang(3) as gang, make_step(gang, request.param, copies=1) as step:
+        yield request.param, trained(step)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert found[0] == expected[0]
+    for one, two in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+def test_a_lost_server_changes_no_bit(expected: tuple[str, Any], seed: int) -> None:
+    """One of three, at a step or a moment that the seed draws; and another one that has no part without a copy."""
+    drawn, (optimizer, wanted) = random.Random(seed), expected
+    with LocalGang(3) as gang:
+        pids = gang.run(own_pid)
+        first, at = drawn.randrange(3), drawn.randrange(NUM_STEPS)
+        timers = list[threading.Timer]()
+
+        def kill(number: int) -> None:
+            if number == at:
+                timers.append(threading.Timer(drawn.uniform(0, 0.01), os.kill, (pids[first], signal.SIGKILL)))
+                timers[-1].start()
+
+        with make_step(gang, optimizer) as step:
+            found = trained(step, kill)
+        for timer in timers:
+            timer.join()
+    assert_equal(found, wanted)
+
+
+def test_without_a_copy_it_ends_and_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    """Both servers of a part are lost: an error that says so; the gang is mended, and training comes to the same."""
+    with LocalGang(2) as gang, Checkpointer(tmp_path, Every(5)) as saver:
+        with make_step(gang, "adagrad") as step:
+            wanted = trained(step)
+        pids = gang.run(own_pid)
+        placed = [place(batch, step.batch_shardings) for batch in zipf_batches(NUM_STEPS)]
+        losses = list[float]()
+        with pytest.raises(PeerLost, match="and all 2 copies of what it had"), make_step(gang, "adagrad") as step:
+            state = step.init(jax.random.key(0))
+            for number, batch in enumerate(placed):
+                if number == 12:
+                    for pid in pids:
+                        os.kill(pid, signal.SIGKILL)
+                state, metrics = step.update(state, batch)
+                saver.update((state, step.tables))
+        gang.replace()
+        with make_step(gang, "adagrad") as step:
+            state, _ = saver.restore((step.state_specs, step.tables))
+            begun = int(state.step)
+            assert begun in (5, 10)
+            for batch in placed[begun:]:
+                state, metrics = step.update(state, batch)
+                losses.append(float(metrics["loss"]))
+            assert_equal((losses, copied(step.to_dense(state))), (wanted[0][begun:], wanted[1]))
+
+
+def test_more_copies_than_servers() -> None:
+    with LocalGang(1) as gang, pytest.raises(ArgumentError, match="copies=2 of Served, and the gang has 1 ranks"):
+        make_step(gang, "adagrad")
