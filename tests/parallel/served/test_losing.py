@@ -65,7 +65,7 @@ def assert_equal(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(one, two)
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
 def test_a_lost_server_changes_no_bit(expected: tuple[str, Any], seed: int) -> None:
     """One of three, at a step or a moment that the seed draws; and another one that has no part without a copy."""
     drawn, (optimizer, wanted) = random.Random(seed), expected

@@ -56,7 +56,7 @@ def trained(optimizer: Any, gang: LocalGang, batches: list[Any], *, ahead: int) 
     [
         pytest.param(optax.adagrad(0.1), 150, id="adagrad"),
         pytest.param(optax.adagrad(0.1), 1000, id="adagrad, 1000 steps", marks=pytest.mark.slow),
-        pytest.param(optax.adam(1e-2), 30, id="adam"),
+        pytest.param(optax.adam(1e-2), 30, id="adam", marks=pytest.mark.slow),
     ],
 )
 def test_prefetch_changes_no_bit(optimizer: Any, num_steps: int) -> None:

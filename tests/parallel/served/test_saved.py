@@ -33,7 +33,7 @@ def numbers(step: Any, state: bx.State) -> Any:
     return copied(state.params), {name: step.table(name) for name in ("table", "other")}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["adam", pytest.param("own", marks=pytest.mark.slow)])
 def test_training_goes_on_bit_by_bit(tmp_path: Path, case: str) -> None:
     """Saved behind the fourth update of two servers, restored to three; what came behind it is lost and comes again."""
     with LocalGang(2) as gang, make_step(case, gang) as step, Checkpointer(tmp_path, Every(4)) as saver:

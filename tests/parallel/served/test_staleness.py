@@ -64,6 +64,7 @@ def test_rows_lack_no_more_than_they_may() -> None:
         assert step.table("table").shape == (500, 4)  # all that was pushed is there
 
 
+@pytest.mark.slow
 def test_late_rows_learn_as_well() -> None:
     """The same task ends at about the same loss."""
     ends: list[float] = []
