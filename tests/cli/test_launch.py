@@ -211,6 +211,7 @@ def test_training_together_passes_every_option_on(tmp_path: Path, monkeypatch: p
         "--batch-size": 8,
         "--mesh": "data=2",
         "--strategy": "data=data_parallel",
+        "--servers": 3,
         "--preset": "tiny",
         "--image-size": 40,
         "--seed": 5,

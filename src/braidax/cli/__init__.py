@@ -126,16 +126,9 @@ def _train(
             "--tensorboard": tensorboard,
         }
         _train_together(task, options, processes, restarts, grace_seconds)
-    settings = Settings(
-        out=out,
-        trace=out / "trace.json" if trace is None else trace,
-        tensorboard=tensorboard,
-        devices=devices,
-        epochs=epochs,
-        batch_size=batch_size,
-        seed=seed,
-        checkpoints=Every(checkpoint_every) if overhead is None else Adaptive(overhead=overhead),
-    )
+    due = Every(checkpoint_every) if overhead is None else Adaptive(overhead=overhead)
+    trace = out / "trace.json" if trace is None else trace
+    settings = Settings(out, trace, tensorboard, devices, epochs, batch_size, seed, checkpoints=due)
     made = skipping_bad(made, out) if on_error == "skip" else made
     train(made, settings, options_of(task, path=data, preset=preset, image_size=image_size))
 
@@ -159,7 +152,6 @@ def _plan(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in a global batch.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Axes of the mesh, such as data=4,model=2.")] = None,
     strategy: Annotated[str | None, typer.Option(help=_STRATEGY_HELP)] = None,
-    servers: Annotated[int, typer.Option(min=1, help=_SERVERS_HELP)] = 1,
     preset: Annotated[str | None, typer.Option(help=_PRESET_HELP)] = None,
     image_size: Annotated[int | None, typer.Option(min=1, help="Of image tasks: height and width in pixels.")] = None,
     target: Annotated[str | None, typer.Option(help=_TARGET_HELP)] = None,
@@ -175,7 +167,7 @@ def _plan(
     from braidax.cli.tasks import make_task
     from braidax.cli.train import devices_of, made_step
 
-    devices = devices_of(mesh, strategy, servers)
+    devices = devices_of(mesh, strategy)
     check_target(devices.strategies, target)
     check_measured(devices, memory_gb, measure=measure, target=target)
     made = make_task(task, Path("runs") / task, path=data, preset=preset, image_size=image_size)
