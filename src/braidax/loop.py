@@ -81,9 +81,8 @@ def fit(
     default; a trace that it was given becomes that of the loader, a `Checkpointer` and stages. `test`: if given,
     evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's `evaluate`,
     which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told the next batch,
-    which is then taken from the loader an update earlier; by default where rows of tables are fetched ahead
-    (`Step.fetches_ahead`) by devices that send while they compute, not by CPUs, or from servers, whose tables are in
-    the checkpoints, too.
+    which is then taken from the loader an update earlier; by default where rows of tables are fetched ahead from
+    servers, or by devices that send while they compute, not CPUs (`Step.fetches_ahead`).
 
     **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` when
     a batch had ids out of range, with `Hybrid(out_of_range="raise")`; `PeerLost` when a process with stages has ended.
