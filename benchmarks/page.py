@@ -29,6 +29,7 @@ NAMES = (
     "checkfreq",
     "comm",
     "cylon",
+    "servers",
 )
 NO_REASON = "not known yet"
 

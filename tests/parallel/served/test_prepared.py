@@ -13,6 +13,8 @@ from braidax.errors import ArgumentError
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
 from tests.parallel.models import copied, make_mesh, specs
+from tests.parallel.test_hybrid import LOSSES, OPTIMIZERS, make_batch
+from tests.parallel.test_hybrid import init as sampled_init
 
 ROWS, WIDTH, BATCH = 500, 4, 16
 
@@ -47,7 +49,7 @@ def trained(optimizer: Any, gang: LocalGang, batches: list[Any], *, ahead: int) 
                     step.prepare(coming)
             state, metrics = step.update(state, batch)
             losses.append(metrics["loss"])
-        assert step._pulling.take([]) is None
+        assert step._pulling.num_coming == 0
         return [float(one) for one in losses], copied(step.to_dense(state))
 
 
@@ -89,3 +91,28 @@ def test_what_was_prepared_for_other_arrays_is_not_used() -> None:
         assert float(metrics["loss"]) == float(expected["loss"])
         with pytest.raises(ArgumentError, match="batch has host arrays, which could be changed"):
             step.prepare(batches[2])
+
+
+def test_ids_that_are_drawn_for_a_step_are_pulled_ahead_for_it() -> None:
+    """A sampled softmax draws rows by the key of the step: what was drawn for another one is not used."""
+    optimizer, batches = OPTIMIZERS["adagrad"], [make_batch(seed) for seed in range(5)]
+    strategies = {"data": bx.Hybrid(tables="servers")}
+    ends: list[Any] = []
+    with LocalGang(1) as gang:
+        for ahead in (0, 1, 2):
+            with bx.parallelize(
+                LOSSES["sampled"], optimizer, make_mesh("8 explicit"), strategies, init=sampled_init,
+                batch=specs(batches[0]), servers=gang,
+            ) as step:  # fmt: skip
+                state = step.init(jax.random.key(0))
+                placed = [place(batch, step.batch_shardings) for batch in batches]
+                if ahead == 2:  # in another order than they come
+                    for coming in placed[::-1]:
+                        step.prepare(coming)
+                for batch, coming in zip(placed, [*placed[1:], None], strict=True):
+                    state, _ = step.update(state, batch, coming=coming if ahead == 1 else None)
+                assert step.staleness == {0: 5}
+                ends.append(copied(step.to_dense(state).params))
+    for other in ends[1:]:
+        for one, two in zip(jax.tree.leaves(other), jax.tree.leaves(ends[0]), strict=True):
+            np.testing.assert_array_equal(one, two)

@@ -14,7 +14,7 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.comm import Communicator
-from braidax.errors import ArgumentError, DataError, PeerLost
+from braidax.errors import ArgumentError, CallFailed, DataError, PeerLost
 from braidax.gang import LocalGang
 from tests.parallel.models import make_mesh, refused, specs
 from tests.parallel.test_hybrid import OPTIMIZERS, init, make_batch, pooled, tied
@@ -167,3 +167,24 @@ def test_plans_say_what_is_served() -> None:
 def test_what_is_also_used_whole_stays_dense() -> None:
     step = make_step(None, lambda params, batch, key: (tied(params, batch), {}))
     assert {str(one.placements[0]) for one in step.plan.variables if one.path == "params/table"} == {"replicated"}
+
+
+def test_a_server_without_memory_is_named_and_the_gang_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not begin leaves the ranks free for the next step."""
+
+    def huge(key: jax.Array) -> Any:
+        return {**init(key), "other": jnp.zeros((1 << 30, 1 << 12))}
+
+    with LocalGang(1) as gang:
+        with pytest.raises(CallFailed, match=r"no memory for its part of other, float32.*: give more servers"):
+            bx.parallelize(
+                pooled,
+                OPTIMIZERS["sgd"],
+                make_mesh("8 explicit"),
+                SERVED,
+                init=huge,
+                batch=specs(make_batch()),
+                servers=gang,
+            )
+        with make_step(gang) as step:
+            assert int(step.init(jax.random.key(0)).step) == 0

@@ -11,6 +11,7 @@ from braidax.parallel.plan.batch import shard_batch
 from braidax.program import compile_on
 
 from .feed import ServedFeed, ServedReading
+from .programs import numbers_to_send
 
 
 class Evaluation(NamedTuple):
@@ -34,7 +35,8 @@ class ServedPrograms:
     **Fields:** `reading`: in training. `whole`: the sharding of what is on every device. `init`: `key -> state`. `ids`:
     `(variables, key, step, batch) -> ids`, of each device by table. `gradients`: `(params, fed, variables, key, step,
     batch) -> ((gradients, those of rows), variables, metrics)`. `apply`: `(step, params, opt_state, (gradients, sums
-    over rows), loss) -> (step, params, opt_state)`, which gives up the first three.
+    over rows), loss) -> (step, params, opt_state, numbers)`, which gives up the first three; the numbers, by table, are
+    those of the new state once more, since that is given up before all servers may have them.
     """
 
     def __init__(self, work: Work, feed: ServedFeed, batch_shardings: Any, options: CompilerOptions) -> None:
@@ -54,9 +56,9 @@ class ServedPrograms:
         of_dense, _ = work.gradient_shardings
         self.apply = compile_on(
             work.mesh,
-            work.apply,
+            self._applied,
             in_shardings=(held.step, held.params, held.opt_state, (of_dense, self.whole), self.whole),
-            out_shardings=(held.step, held.params, held.opt_state),
+            out_shardings=(held.step, held.params, held.opt_state, self.whole),
             donate=(0, 1, 2),
             compiler_options=options.apply,
         )
@@ -80,6 +82,11 @@ class ServedPrograms:
             ids = self._compiled_ids(reading, batch_shardings)
             self._evaluations[form] = Evaluation(reading, ids, compiled, batch_shardings)
         return self._evaluations[form]
+
+    def _applied(self, *given: Any) -> Any:
+        step, params, opt_state = self._work.apply(*given)
+        numbers = {name: numbers_to_send(kept) if kept else [] for name, kept in opt_state["rows"].items()}
+        return step, params, opt_state, numbers
 
     def _read(self, reading: ServedReading) -> tuple[Any, ...]:
         """The shardings of what gradients and evaluations are given."""

@@ -113,8 +113,13 @@ class ServedReading:
 
     @property
     def knows_ahead(self) -> bool:
-        """Whether the ids of a batch depend on nothing else."""
-        return not any(reads_argument(self._ids, at) for at in (1, 2))
+        """Whether the ids of a batch depend on it, and the key and number of its step, alone."""
+        return not reads_argument(self._ids, 1)
+
+    @property
+    def draws_ids(self) -> bool:
+        """Whether ids depend on the key and number of a step."""
+        return reads_argument(self._ids, 2)
 
     def ids(self, variables: Any, key: Any, batch: Any) -> dict[str, jax.Array]:
         """Returns the ids that each device has of each table, int32 `[N, m]`."""

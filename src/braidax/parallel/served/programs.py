@@ -117,9 +117,10 @@ def shared_of(update: TableUpdate, now: Now) -> Now:
 
 
 def numbers_to_send(numbers: Numbers) -> list[Any]:
-    """Returns the leaves that servers are told of an update: by which rows move, by which they are read behind it."""
+    """Returns what servers are told of an update: leaves of `before`, `now` and `behind`, alike, and `changed`."""
     behind = numbers.behind._replace(context=numbers.now.context)
-    return [*jax.tree.leaves((numbers.before._replace(context=numbers.now.context), numbers.now, behind))]
+    before = numbers.before._replace(context=numbers.now.context)
+    return [*jax.tree.leaves((before, numbers.now, behind)), numbers.changed]
 
 
 def table_form(name: str, spec: jax.ShapeDtypeStruct, born: Program, rules: RowRules) -> TableForm:

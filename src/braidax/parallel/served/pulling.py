@@ -23,9 +23,14 @@ Pulled = tuple[dict[str, BatchRows], Rows]
 
 
 class _Coming(NamedTuple):
-    """Rows that are being pulled. **Fields:** `read`: the leaves of the batch. `rows`: what is coming."""
+    """Rows that are being pulled.
+
+    **Fields:** `read`: the leaves of the batch. `step`: the update that they are for, if their ids are drawn for it.
+    `rows`: what is coming.
+    """
 
     read: tuple[weakref.ref[jax.Array], ...]
+    step: int | None
     rows: Future[Pulled]
 
 
@@ -58,16 +63,25 @@ class Pulling:
         rows = {name: BatchRows(part, self._servers.num_servers) for name, part in parts.items()}
         return rows, self._servers.pull(rows)
 
-    def begin(self, leaves: Sequence[jax.Array], ids: Mapping[str, jax.Array]) -> None:
-        """Pulls what a coming batch reads, in the background. **Arguments:** `leaves`: of the batch."""
-        self._coming.append(_Coming(tuple(map(weakref.ref, leaves)), self._thread.submit(self.pull, ids)))
+    @property
+    def num_coming(self) -> int:
+        """How many batches were begun."""
+        return len(self._coming)
 
-    def take(self, leaves: Sequence[Any]) -> Future[Pulled] | None:
-        """Returns what was begun for the very arrays of a batch; what was for batches before it is dropped."""
+    def begin(self, leaves: Sequence[jax.Array], ids: Mapping[str, jax.Array], step: int | None = None) -> None:
+        """Pulls what a coming batch reads, in the background. **Arguments:** `leaves`: of the batch. `step`: its own,
+        where the ids are drawn for it."""
+        self._coming.append(_Coming(tuple(map(weakref.ref, leaves)), step, self._thread.submit(self.pull, ids)))
+
+    def take(self, leaves: Sequence[Any], step: int) -> Future[Pulled] | None:
+        """Returns what was begun for the very arrays of a batch; what was for batches before it is dropped.
+
+        **Arguments:** `step`: in which it is trained. What was drawn for another one is dropped.
+        """
         for at, one in enumerate(self._coming):
             if len(one.read) == len(leaves) and all(ref() is leaf for ref, leaf in zip(one.read, leaves, strict=True)):
                 del self._coming[: at + 1]
-                return one.rows
+                return one.rows if one.step in (None, step) else None
         return None
 
     def forget(self) -> None:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.gang import Gang
 from braidax.program.coordination import coordination
@@ -92,13 +93,18 @@ class Servers:
             meeting = find_meeting(others, timeout_seconds=timeout_seconds)
             self.num_servers = int(others.find("servers", timeout_seconds=timeout_seconds) or b"0")
             self._world = meeting.join(self.num_servers + self._worker, self.num_servers + self._num_workers)
-        self._workers = self._world.split(1) if self._num_workers > 1 else None
         self._run, self._closed = meeting.job, False
         self._copies, self._lost = copies, set[int]()
         self._pool = ThreadPoolExecutor(self.num_servers * copies, thread_name_prefix="braidax-ask")
+        self._workers: Communicator | None = None
         fields, programs = described(forms)
         made = {"tables": fields, "staleness": staleness}
-        self._first_asks(lambda part: self._packed("make", part, made, programs))
+        try:
+            self._workers = self._world.split(1) if self._num_workers > 1 else None
+            self._first_asks(lambda part: self._packed("make", part, made, programs))
+        except BaseException:
+            self.close(others="leave")
+            raise
 
     def meet(self) -> None:
         """Returns when all processes have called it: what they have pushed before, all servers have."""

@@ -106,8 +106,8 @@ class Shard:
     def push(self, ids: NDArray[Any], gradients: NDArray[Any], numbers: Sequence[Any], step: int) -> None:
         """Moves rows by their gradients.
 
-        **Arguments:** `ids`: all different. `gradients`: `[m, D]`. `numbers`: as of `numbers_to_send`, and behind them
-        whether a fixed one has changed; none where the table has a row optimizer of its own. `step`: this one.
+        **Arguments:** `ids`: all different. `gradients`: `[m, D]`. `numbers`: as of `numbers_to_send`; none where the
+        table has a row optimizer of its own. `step`: this one.
         """
         num = self.form.num_shared
         before, now, behind = (numbers[at * num : (at + 1) * num] for at in range(3)) if numbers else ([], [], [])

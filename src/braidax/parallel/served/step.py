@@ -25,7 +25,6 @@ from .batch_rows import BatchRows
 from .compiled import ServedPrograms
 from .feed import ServedFeed
 from .parts import local_parts
-from .programs import numbers_to_send
 from .pulling import Pulling, fed_with
 from .saved import ServedTables
 from .servers import Servers, TablePart
@@ -64,7 +63,7 @@ class ServedStep:
         self._pushed: deque[Future[None]] = deque()  # and not known yet to be there
         self._lags: Counter[int] = Counter()
         self._last: weakref.ref[jax.Array] | None = None  # the step of the state that belongs to what servers have
-        self._num_updates = -1  # before there are any tables
+        self._num_updates, self._key = -1, None  # before there are any tables
         self._forms = feed.forms(born)
         self._servers = Servers(gang, self._forms, staleness=feed.placement.staleness, copies=feed.placement.copies)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
@@ -80,6 +79,7 @@ class ServedStep:
             raise ArgumentError(f"key is {key!r}, expected one {self._state_specs.key.dtype}: jax.random.key(seed)")
         self._wait()
         self._pulling.forget()
+        self._lags.clear()
         self._servers.bear(key)
         return self._own(self._programs.init(place(key, self._whole)), 0)
 
@@ -93,14 +93,14 @@ class ServedStep:
         )
 
     def _own(self, state: State, num_updates: int) -> State:
-        self._last, self._num_updates = weakref.ref(state.step), num_updates
+        self._last, self._num_updates, self._key = weakref.ref(state.step), num_updates, state.key
         return state
 
     def _check_state(self, state: Any) -> None:
         if message := difference(self._state_specs, state, "state"):
             raise ArgumentError(f"{message}: pass a state that came from this step's init or update")
         if self._last is None and self._num_updates >= 0 and int(state.step) == self._num_updates:
-            self._last = weakref.ref(state.step)  # restored with the tables
+            self._last, self._key = weakref.ref(state.step), state.key  # restored with the tables
         if self._last is None or self._last() is not state.step:
             raise ArgumentError(
                 f"state is not the last one that this step has returned, and the tables on its servers have seen "
@@ -114,13 +114,17 @@ class ServedStep:
         """Begins to pull the rows that a coming batch reads, while others are trained. Returns at once.
 
         Rows that updates move in the meantime are pulled once more, so that nothing changes but the time. Several
-        batches may be prepared; each serves the update that gets the very arrays. Where ids depend on more than
-        the batch, such as the step's key, nothing is done.
+        batches may be prepared, in the order in which they come; each serves the update that gets the very arrays.
+        Where ids depend on what the loss changes (`variables`), nothing is done.
 
         **Arguments:** `batch`: as of `update`, of device arrays.
 
         **Raises:** `ArgumentError` for batches of another form, or host arrays.
         """
+        self._prepare(batch, self._num_updates + self._pulling.num_coming)
+
+    def _prepare(self, batch: Any, step: int) -> None:
+        """Begins to pull what a batch reads. **Arguments:** `step`: the update that it will be for."""
         self._check_batch(batch)
         leaves = jax.tree.leaves(batch)
         if any(not isinstance(leaf, jax.Array) for leaf in leaves):
@@ -129,13 +133,11 @@ class ServedStep:
                 "DataLoader yields, or jax.device_put(batch, step.batch_shardings)"
             )
         if self._reading.knows_ahead and self._last is not None:
-            held = self._state_specs
-            nothing = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), held.variables)
-            given = place(
-                (nothing, jax.random.key(0), np.int32(0)), (self.state_shardings.variables, self._whole, self._whole)
-            )
+            variables = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), self._state_specs.variables)
+            on = (self.state_shardings.variables, self._whole, self._whole)
+            given = place((variables, self._key, np.int32(step)), on)
             ids = self._programs.ids(*given, place(batch, self.batch_shardings))
-            self._pulling.begin(leaves, ids)
+            self._pulling.begin(leaves, ids, step if self._reading.draws_ids else None)
 
     def update(
         self, state: State, batch: Any, *, coming: Any = None, before_apply: Callable[[], object] | None = None
@@ -153,9 +155,9 @@ class ServedStep:
         """
         self._check_state(state)
         self._check_batch(batch)
-        pulling = self._pulling.take(jax.tree.leaves(batch))
+        pulling = self._pulling.take(jax.tree.leaves(batch), self._num_updates)
         if coming is not None:
-            self.prepare(coming)
+            self._prepare(coming, self._num_updates + 1 + self._pulling.num_coming)
         state, batch = adopt(state, self.state_shardings), place(batch, self.batch_shardings)
         if pulling is None:
             ids = self._programs.ids(state.variables, state.key, state.step, batch)
@@ -182,10 +184,8 @@ class ServedStep:
             totals, squares = self._feed.totals(sums)
             payload, metrics = None, _with_squares(metrics, squares)
         given = (dense, totals)
-        step, params, opt_state = self._programs.apply(
-            state.step, state.params, state.opt_state, given, metrics["loss"]
-        )
-        numbers = {name: self._numbers(one) for name, one in opt_state["rows"].items()}
+        moved = (state.step, state.params, state.opt_state)
+        step, params, opt_state, numbers = self._programs.apply(*moved, given, metrics["loss"])
         self._pushed.append(self._thread.submit(self._push, rows, payload, numbers, self._num_updates))
         state = replace(state, step=step, params=params, opt_state=opt_state, variables=variables)
         return self._own(state, self._num_updates + 1), metrics
@@ -304,9 +304,6 @@ class ServedStep:
         gradients = None if payload is None else _summed(rows, payload)
         told = {name: [np.asarray(number) for number in some] for name, some in numbers.items()}
         self._servers.push(rows, gradients, told, step)
-
-    def _numbers(self, kept: Any) -> list[Any]:
-        return [*numbers_to_send(kept), kept.changed] if kept else []
 
     def _wait(self, *, behind: int = 0) -> None:
         """Returns when servers have what all processes have pushed, but for the last updates.

@@ -1,0 +1,48 @@
+"""Tables on servers: what a server computes beside FBGEMM, and steps beside tables on devices and whole gradients.
+
+All processes share the cores of one host, and messages its loopback: what a network makes of it is not measured yet.
+"""
+
+from benchmarks.harness import Report, arguments, models, run, say
+from benchmarks.servers.applying import apply_case
+from benchmarks.servers.steps import step_case
+
+CASES = ("apply", "step")
+_LINKS = "links of a bandwidth, several workers and asynchronous training are not measured yet"
+_LATER = {
+    "hybrid_dense": ">= 2.5",
+    "hybrid_ps": ">= 1.2",
+    "resnet_equal": ">= 0.97",
+    "stall": "<= 0.02",
+    "async": ">= 0.95",
+    "recover": "<= 2",
+    "resize": "<= 1.1",
+    "disk": ">= 0.5",
+    "delta": "<= 1.1",
+}
+
+
+def main() -> int:
+    """Measures, and returns the exit status."""
+    parser = arguments("servers", __doc__ or "", CASES)
+    parser.add_argument("--fbgemm", metavar="PYTHON", help="of an environment with fbgemm-gpu-cpu")
+    options = parser.parse_args()
+    wanted, quick = options.only or CASES, options.quick
+    report = Report(options)
+    if "apply" in wanted:
+        say("apply")
+        sizes = (4_096,) if quick else (4_096, 32_768, 262_144)
+        apply_case(
+            report, options.fbgemm, num_rows=100_000 if quick else 4_000_000, sizes=sizes, rounds=3 if quick else 15
+        )
+    if "step" in wanted:
+        say("step")
+        model = models.lm1b(20_000, 32, 64) if quick else models.lm1b(793_470, 128, 512)
+        step_case(report, model, num_servers=1 if quick else 2, rounds=2 if quick else 6)
+    for claim, target in _LATER.items():
+        report.not_measured(claim, target, _LINKS)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    run(main)

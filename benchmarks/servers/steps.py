@@ -1,0 +1,69 @@
+"""Steps of LM1B in one process: tables on servers, on the devices by rows, and all gradients whole."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+
+import braidax as bx
+from benchmarks.harness import Report, models, take_turns
+from braidax.gang import LocalGang
+
+SERVERS, AHEAD, LATE, ROWS, DENSE = "servers", "servers, prepared", "servers, one late", "rows on devices", "all-reduce"
+_NUM_BATCHES = 6
+
+
+def step_case(report: Report, model: models.Model, *, num_servers: int, rounds: int) -> None:
+    """Measures steps of one device, whose servers share the cores with it."""
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    strategies: dict[str, Any] = {
+        SERVERS: bx.Hybrid(tables="servers"),
+        AHEAD: bx.Hybrid(tables="servers"),
+        LATE: bx.Hybrid(tables=bx.parallel.Served(staleness=1)),
+        ROWS: bx.Hybrid(),
+        DENSE: bx.DataParallel(),
+    }
+    with ExitStack() as stack:
+        systems: dict[str, Callable[[], float]] = {}
+        for name, strategy in strategies.items():
+            served = isinstance(strategy, bx.Hybrid) and strategy.tables != "rows"
+            gang = stack.enter_context(LocalGang(num_servers)) if served else None
+            made: Any = bx.parallelize(
+                lambda params, batch, key: model.loss(params, batch, key, {})[0],
+                model.optimizer,
+                mesh,
+                {"data": strategy},
+                init=lambda key: model.init(key)[0],
+                batch=model.spec,
+                servers=gang,
+            )
+            step = stack.enter_context(made) if served else made
+            batches = [jax.device_put(model.batch(at), step.batch_shardings) for at in range(_NUM_BATCHES)]
+            systems[name] = _Steps(step, batches, tells=name in (AHEAD, LATE)).take
+        for name, seconds in take_turns(systems, rounds=rounds).items():
+            report.add(f"step, {model.name}", name, "time", "ms", [1e3 * one for one in seconds[1:]])
+
+
+class _Steps:
+    """Takes some steps, and returns what one of them took."""
+
+    def __init__(self, step: Any, batches: list[Any], *, tells: bool) -> None:
+        self._step, self._batches, self._tells = step, batches, tells
+        self._state = step.init(jax.random.key(0))
+        self._take_all()
+
+    def take(self) -> float:
+        """Returns seconds a step, pushing included."""
+        start = time.perf_counter()
+        self._take_all()
+        return (time.perf_counter() - start) / len(self._batches)
+
+    def _take_all(self) -> None:
+        following = [*self._batches[1:], self._batches[0]]
+        for batch, coming in zip(self._batches, following, strict=True):
+            told = {"coming": coming} if self._tells else {}
+            self._state, metrics = self._step.update(self._state, batch, **told)
+        self._step.finish()
+        jax.block_until_ready((self._state, metrics))
