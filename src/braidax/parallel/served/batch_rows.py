@@ -50,7 +50,7 @@ class BatchRows:
 
     def of_server(self, rows: NDArray[Any], server: int) -> NDArray[Any]:
         """Returns what belongs to the rows of a server. **Arguments:** `rows`: `[u, D]`."""
-        return rows[self._order[server]]
+        return rows if self._num_servers == 1 else rows[self._order[server]]
 
     def spread(self, rows: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yields for each device its rows, `[num_slots, D]`, zero where it has none. **Arguments:** `[u, D]`."""
@@ -62,6 +62,8 @@ class BatchRows:
     def summed(self, parts: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
         """Sums the gradients of all devices, `[u, D]`: each row travels once. **Arguments:** as of `spread`."""
         first = next(iter(parts.values()))
+        if len(self._places) == 1:  # in order, and nobody else has any
+            return first[: len(self.unique)]
         total = np.zeros((len(self.unique), first.shape[1]), first.dtype)
         for part, gradients in parts.items():
             places = self._places[part]
