@@ -8,18 +8,19 @@ from benchmarks.servers.applying import apply_case
 from benchmarks.servers.steps import step_case
 
 CASES = ("apply", "step")
-_LINKS = "links of a bandwidth, several workers and asynchronous training are not measured yet"
+_LINKS, _BUILT = "no links of a bandwidth, and one worker so far", "not built yet"
 _LATER = {
-    "hybrid_dense": ">= 2.5",
-    "hybrid_ps": ">= 1.2",
-    "resnet_equal": ">= 0.97",
-    "stall": "<= 0.02",
-    "async": ">= 0.95",
-    "recover": "<= 2",
-    "resize": "<= 1.1",
-    "disk": ">= 0.5",
-    "delta": "<= 1.1",
+    "hybrid_dense": (">= 2.5", _LINKS),
+    "hybrid_ps": (">= 1.2", _BUILT),
+    "resnet_equal": (">= 0.97", _LINKS),
+    "stall": ("<= 0.02", _LINKS),
+    "async": (">= 0.95", _BUILT),
+    "recover": ("<= 2", _BUILT),
+    "resize": ("<= 1.1", _BUILT),
+    "disk": (">= 0.5", _BUILT),
+    "delta": ("<= 1.1", _BUILT),
 }
+"""Claims of later versions, their targets, and why they are not made."""
 
 
 def main() -> int:
@@ -39,8 +40,8 @@ def main() -> int:
         say("step")
         model = models.lm1b(20_000, 32, 64) if quick else models.lm1b(793_470, 128, 512)
         step_case(report, model, num_servers=1 if quick else 2, rounds=2 if quick else 6)
-    for claim, target in _LATER.items():
-        report.not_measured(claim, target, _LINKS)
+    for claim, (target, why) in _LATER.items():
+        report.not_measured(claim, target, why)
     return report.finish()
 
 

@@ -61,6 +61,7 @@ class _Steps:
         return (time.perf_counter() - start) / len(self._batches)
 
     def _take_all(self) -> None:
+        metrics: Any = None
         following = [*self._batches[1:], self._batches[0]]
         for batch, coming in zip(self._batches, following, strict=True):
             told = {"coming": coming} if self._tells else {}
