@@ -160,3 +160,18 @@ def test_training_goes_on_from_a_dense_state(gang: LocalGang) -> None:
         for batch in batches[3:]:
             state, _ = step.update(state, batch)
         assert_close(copied(step.to_dense(state)), expected, atol=1e-6)
+
+
+def test_what_is_dense_may_be_fully_sharded_and_padded(gang: LocalGang) -> None:
+    """A dense state has it without padding, and what it gives back is the same state."""
+    optimizer = OPTIMIZERS["adam"]
+    dense = bx.FullySharded({"params/kernel": bx.Gathered(0)})  # 6 rows on 8 devices
+    with make_step(pooled, optimizer, gang, strategies={"data": bx.Hybrid(tables="servers", dense=dense)}) as step:
+        assert placed(step)["params/kernel"] == {"gathered, dim 0"}
+        assert step.state_specs.params["kernel"].shape == (8, 6)
+        assert_as_on_one_device(step, pooled, optimizer, num_updates=3)
+        state, _ = step.update(step.init(jax.random.key(3)), make_batch(0))
+        saved = step.to_dense(state)
+        assert saved.params["kernel"].shape == (6, 6)
+        again = copied(step.to_dense(step.from_dense(saved)))
+        assert_close(again, copied(saved), atol=0)

@@ -86,8 +86,13 @@ class Servers:
             with begin_meeting(
                 gang.hosts, transport=transport, timeout_seconds=timeout_seconds, others=others
             ) as meeting:
-                self._serving = gang.submit(serve, meeting, self._num_workers, copies)
-                self._world = meeting.join(gang.size, gang.size + self._num_workers)
+                serving = gang.submit(serve, meeting, self._num_workers, copies)
+                try:
+                    self._world = meeting.join(gang.size, gang.size + self._num_workers)
+                except (CommError, WaitTimeout):
+                    if serving.done:
+                        serving.result()  # which says why they have not come
+                    raise
         else:
             assert others is not None, "there are several processes"
             meeting = find_meeting(others, timeout_seconds=timeout_seconds)

@@ -16,6 +16,7 @@ from braidax.errors import ArgumentError
 from braidax.gang import Gang
 from braidax.parallel.compiler_options import CompilerOptions
 from braidax.parallel.compute.in_flight import InFlight
+from braidax.parallel.compute.state_form import load_tree
 from braidax.parallel.compute.work import GRAD_NORM, Work
 from braidax.parallel.given.arrays import adopt, place, typed_key
 from braidax.parallel.state import State
@@ -259,12 +260,14 @@ class ServedStep:
         read = {name: self._servers.read(name, 0, spec.shape[0]) for name, spec in self._feed.tables.items()}
         host = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else np.asarray(leaf), state)
         values = {name: one.values.reshape(self._feed.tables[name].shape) for name, one in read.items()}
-        params = self._form.joined(host.params, values)
+        dense = load_tree(self._form.of_params, self._form.dense(host.params))
+        of_dense = load_tree(self._form.of_state, host.opt_state["dense"])
         kept = {
             name: {form.name: leaf for form, leaf in zip(self._forms[name].kept, one.kept, strict=True)}
             for name, one in read.items()
         }
-        return replace(host, params=params, opt_state=self._feed.joined(host.opt_state["dense"], kept))
+        params, opt_state = self._form.joined(dense, values), self._feed.joined(of_dense, kept)
+        return replace(host, params=params, opt_state=opt_state, padded=(), shapes=())
 
     def from_dense(self, state: State) -> State:
         """Returns the state of this step from one that single-device training, or `to_dense`, has; tables go to the
