@@ -173,12 +173,15 @@ def test_a_server_without_memory_is_named_and_the_gang_goes_on(monkeypatch: pyte
     """What could not begin leaves the ranks free for the next step."""
 
     def huge(key: jax.Array) -> Any:
-        return {**init(key), "other": jnp.zeros((1 << 30, 1 << 12))}
+        return {**init(key), "other": jnp.zeros((1 << 30, 1 << 20))}  # more than can be addressed
+
+    def squared(params: Any, batch: Any) -> Any:
+        return jnp.square(params["other"][batch["ids"]]).mean()
 
     with LocalGang(1) as gang:
         with pytest.raises(CallFailed, match=r"no memory for its part of other, float32.*: give more servers"):
             bx.parallelize(
-                pooled,
+                squared,
                 OPTIMIZERS["sgd"],
                 make_mesh("8 explicit"),
                 SERVED,
