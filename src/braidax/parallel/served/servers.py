@@ -112,9 +112,21 @@ class Servers:
             raise
 
     def meet(self) -> None:
-        """Returns when all processes have called it: what they have pushed before, all servers have."""
-        if self._workers is not None:
+        """Returns when all processes have called it: what they have pushed before, all servers have.
+
+        **Raises:** `PeerLost` when one of them is gone.
+        """
+        if self._workers is None:
+            return
+        try:
             self._workers.barrier()
+        except PeerLost as error:
+            raise PeerLost(
+                f"a process that trains, too, is lost, and an update takes all: {error}; start all of them again, and "
+                f"they go on from the last checkpoint",
+                error.rank,
+                error.host,
+            ) from error
 
     def _first_asks(self, question: Callable[[int], list[Any]]) -> None:
         """Lets the first process ask all servers, while all others wait."""
