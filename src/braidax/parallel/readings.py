@@ -8,17 +8,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from braidax.program import compile_on
 
+from .compute import feed
 from .compute.work import Work
 from .given.asking import Asking
 from .plan.batch import shard_batch
 
 
 class Reading(NamedTuple):
-    """What reads a state: a jitted function of that and a batch, and how the batch goes in and the result comes out."""
+    """What reads a state: a jitted function of that and a batch, and how the batch goes in and the result comes out.
+
+    **Fields:** these, and `fed`: how it reads the variables of a feed, if there is one.
+    """
 
     compiled: Any
     batch_shardings: Any
     out_shardings: Any
+    fed: feed.Reading | None
 
 
 @final
@@ -38,7 +43,7 @@ class Readings:
         if form not in self._made:
             work = self._work
             batch_shardings = shard_batch(work.mesh, work.plan.batch_axes, specs)
-            run, out, _ = work.evaluate(specs) if fn is None else work.wrapped(fn, specs)
+            run, out, fed = work.evaluate(specs) if fn is None else work.wrapped(fn, specs)
             checked = NamedSharding(work.mesh, PartitionSpec())
             compiled = compile_on(
                 work.mesh,
@@ -47,5 +52,5 @@ class Readings:
                 out_shardings=out if fn is None else (out, checked),
                 compiler_options=self._compiler_options,
             )
-            self._made[form] = Reading(compiled, batch_shardings, out)
+            self._made[form] = Reading(compiled, batch_shardings, out, fed)
         return self._made[form]

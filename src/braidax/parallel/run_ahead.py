@@ -96,13 +96,16 @@ class RunAhead:
         return state.params, self._held(state.opt_state), state.variables, state.key, state.step
 
 
-def check_coming(coming: Any) -> None:
-    """Raises `ArgumentError` for host arrays: nothing tells whether they are changed before they are trained."""
+def check_coming(coming: Any, name: str = "coming") -> None:
+    """Raises `ArgumentError` for host arrays: nothing tells whether they are changed before they are trained.
+
+    **Arguments:** `coming`: a batch. `name`: of the parameter.
+    """
     host = next((leaf for leaf in jax.tree.leaves(coming) if not isinstance(leaf, jax.Array)), None)
     if host is not None:
         raise ArgumentError(
-            f"coming has a leaf of type {type(host).__name__}, which could be changed before it is trained: expected "
-            f"device arrays, as a DataLoader yields, or coming=jax.device_put(batch, step.batch_shardings)"
+            f"{name} has a leaf of type {type(host).__name__}, which could be changed before it is trained: expected "
+            f"device arrays, as a DataLoader yields, or {name}=jax.device_put(batch, step.batch_shardings)"
         )
 
 

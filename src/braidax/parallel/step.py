@@ -17,7 +17,7 @@ from .compiler_options import CompilerOptions
 from .compute.in_flight import InFlight
 from .compute.late_checks import LateChecks
 from .compute.work import Work
-from .given.arrays import adopt, place, typed_key
+from .given.arrays import adopt, canonical, place, typed_key, with_shardings
 from .given.asking import Asking
 from .plan.plan import Plan
 from .plan.replanning import way_to
@@ -135,7 +135,7 @@ class Step:
     @property
     def state_specs(self) -> State:
         """Of every leaf of a state shape, dtype and sharding: enough for a checkpoint to restore one."""
-        return self._own(_with_shardings(self._state_specs, self.state_shardings))
+        return self._own(with_shardings(self._state_specs, self.state_shardings))
 
     def _own(self, state: State) -> State:
         """Returns a state that knows that it is of this step, for those who restore it from that of another plan."""
@@ -204,7 +204,7 @@ class Step:
         """
         self._check_state(state)
         self._late.check()
-        made = self._readings.of(None, _canonical(batch))
+        made = self._readings.of(None, canonical(batch))
         state, batch = place(state, self.state_shardings), place(batch, made.batch_shardings)
         self._in_flight.make_room()
         metrics = made.compiled(*self._readable(state), batch)
@@ -235,7 +235,7 @@ class Step:
     def _run(self, fn: Asking, specs: Any, state: State, batch: Any) -> Any:
         self._check_state(state)
         self._late.check()
-        if message := difference(specs, _canonical(batch), "batch"):
+        if message := difference(specs, canonical(batch), "batch"):
             raise ArgumentError(f"{message}: give Step.wrap the batch={{…}} that it is called with")
         made = self._readings.of(fn, specs)
         state, batch = place(state, self.state_shardings), place(batch, made.batch_shardings)
@@ -247,7 +247,7 @@ class Step:
 
     def _lower(self, fn: Asking, specs: Any) -> jax.stages.Lowered:
         made = self._readings.of(fn, specs)
-        return made.compiled.lower(*self._readable(self.state_specs), _with_shardings(specs, made.batch_shardings))
+        return made.compiled.lower(*self._readable(self.state_specs), with_shardings(specs, made.batch_shardings))
 
     def finish(self) -> None:
         """Waits for all updates and evaluations so far, and looks at what is otherwise looked at some updates later.
@@ -334,7 +334,7 @@ class Step:
 
     def _read_specs(self, coming: Coming) -> tuple[Any, ...]:
         """Returns what the gradients are given, as specs with shardings."""
-        state, batch = self.state_specs, _with_shardings(self._batch_specs, self.batch_shardings)
+        state, batch = self.state_specs, with_shardings(self._batch_specs, self.batch_shardings)
         if coming not in ("known", "unknown"):
             raise ArgumentError(f'coming is {coming!r}, expected "known" or "unknown"')
         if coming == "unknown":
@@ -365,7 +365,7 @@ class Step:
         assert self._elsewhere is not None, "parallelize says how a step is made on other devices"
         step = self._elsewhere(mesh)
         state = step.state_specs
-        batch = _with_shardings(step._batch_specs, step.batch_shardings)
+        batch = with_shardings(step._batch_specs, step.batch_shardings)
         held = {"parameters": state.params, "optimizer": state.opt_state, "variables": state.variables, "batch": batch}
         read, moved = step._read_specs(coming), (state.step, state.params, state.opt_state)
         if coming == "known":
@@ -374,7 +374,7 @@ class Step:
         return compile_step(step.lower(coming=coming), found, options, held=held, read=read, moved=moved)
 
     def _check_batch(self, batch: Any, name: str) -> None:
-        if message := difference(self._batch_specs, _canonical(batch), name):
+        if message := difference(self._batch_specs, canonical(batch), name):
             raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
 
     def _check_state(self, state: Any) -> None:
@@ -385,13 +385,3 @@ class Step:
                 "state was given up by an earlier update, and its memory is in use again: go on with the state that "
                 "the update returned"
             )
-
-
-def _with_shardings(specs: Any, shardings: Any) -> Any:
-    """Specs of arrays that lie where a step has them: what is lowered from these is compiled once, with its calls."""
-    return jax.tree.map(lambda spec, on: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=on), specs, shardings)
-
-
-def _canonical(batch: Any) -> Any:
-    """The specs of a batch of device or host arrays, with the dtypes that JAX will give them."""
-    return specs_of(batch) if any(not isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)) else batch

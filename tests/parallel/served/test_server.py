@@ -13,7 +13,7 @@ from braidax.parallel.given.initial import Born
 from braidax.parallel.rows import row_adagrad, row_optimizer
 from braidax.parallel.served.batch_rows import BatchRows
 from braidax.parallel.served.programs import TableForm, rules_of_own, table_form
-from braidax.parallel.served.server import TableServer, described, key_data
+from braidax.parallel.served.server import TableServer, described
 from braidax.parallel.served.wire import packed, unpacked
 from braidax.program import trace
 
@@ -41,7 +41,7 @@ def made(rank: int = 0, size: int = 1, *, optimizer: str = "sgd", num_workers: i
     )
     fields, programs = fields_and_programs
     ask(server, "make", {"tables": fields}, programs)
-    ask(server, "bear", {"step": 0}, {"key": key_data(jax.random.key(4))})
+    ask(server, "bear", {}, {"key": np.asarray(jax.random.key_data(jax.random.key(4)))})
     return server
 
 
@@ -110,7 +110,7 @@ def test_one_who_pushes_may_be_ahead_where_rows_may_be_late() -> None:
     server, fields_and_programs = TableServer(0, 1, 2), described({"table": form_of(OPTIMIZERS["sgd"])})
     fields, programs = fields_and_programs
     ask(server, "make", {"tables": fields, "staleness": 1}, programs)
-    ask(server, "bear", {"step": 0}, {"key": key_data(jax.random.key(4))})
+    ask(server, "bear", {}, {"key": np.asarray(jax.random.key_data(jax.random.key(4)))})
     before = rows_of(server)
     assert push(server, [1], np.ones((1, WIDTH)), 0, rank=8).fields["step"] == 0
     assert push(server, [2], np.ones((1, WIDTH)), 1, rank=8).fields["step"] == 0
@@ -137,7 +137,7 @@ def test_an_update_that_fails_midway_is_not_gone_on_with(monkeypatch: pytest.Mon
     with pytest.raises(ArgumentError, match=r"half of another, as update 0 failed midway: MemoryError.*restore them"):
         push(server, [1], np.ones((1, WIDTH)), 0)
     ask(server, "make", {"tables": fields_and_programs[0]}, fields_and_programs[1])
-    ask(server, "bear", {"step": 0}, {"key": key_data(jax.random.key(4))})
+    ask(server, "bear", {}, {"key": np.asarray(jax.random.key_data(jax.random.key(4)))})
     assert push(server, [1], np.ones((1, WIDTH)), 0).fields["step"] == 1
 
 

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from braidax.program import specs_of
+
 
 def place(tree: Any, shardings: Any) -> Any:
     """Moves those leaves that are not yet where they belong.
@@ -72,3 +74,13 @@ def typed_key(key: Any) -> Any:
     form = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     is_raw = (getattr(key, "dtype", None), getattr(key, "shape", None)) == (form.dtype, form.shape)
     return jax.random.wrap_key_data(key) if is_raw else key
+
+
+def with_shardings(specs: Any, shardings: Any) -> Any:
+    """Specs of arrays that lie where a step has them: what is lowered from these is compiled once, with its calls."""
+    return jax.tree.map(lambda spec, on: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=on), specs, shardings)
+
+
+def canonical(batch: Any) -> Any:
+    """The specs of a batch of device or host arrays, with the dtypes that JAX will give them."""
+    return specs_of(batch) if any(not isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)) else batch

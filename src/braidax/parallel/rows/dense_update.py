@@ -72,11 +72,18 @@ class DenseUpdate:
         return dict(zip(self._dense_at, jax.tree.leaves(dense), strict=True))
 
     def begun(self, leaves: Sequence[Any]) -> Iterator[tuple[TableUpdate, Now, Any]]:
-        """Yields each table with what its rows are brought up by in a state none of whose rows lags behind, and what
-        is kept for all of them. **Arguments:** `leaves`: of that state."""
+        """Yields each table with what `first` returns of it. **Arguments:** `leaves`: of a state, as of `first`."""
         for update in self._split.tables.values():
-            now = Now(jnp.zeros((), jnp.int32), self._scalars(update, leaves), grown=no_growth(update))
-            yield update, now, self._shared(update, now)
+            yield update, *self.first(update, leaves)
+
+    def first(self, update: TableUpdate, leaves: Sequence[Any]) -> tuple[Now, Any]:
+        """Returns by what the rows of a table are brought up, and what is kept for all of them.
+
+        **Arguments:** `leaves`: of an optimizer's state in which no row lags behind.
+        """
+        begun = Now(jnp.zeros((), jnp.int32), self._scalars(update, leaves), grown=no_growth(update))
+        shared = self._shared(update, begun)
+        return self.now(update, leaves, shared), shared
 
     def now(self, update: TableUpdate, leaves: Any, shared: Any) -> Now:
         """What rows that lag behind move by: numbers that somebody has changed since do not count for missed steps."""

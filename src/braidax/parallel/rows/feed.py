@@ -17,7 +17,7 @@ from braidax.parallel.plan.plan import Plan
 from braidax.program import LeafUses, Program, RowProgram, join, named_leaves
 
 from . import Route, RowState, Sending, in_blocks, settle_rows, stored_sharding, table_optimizer
-from .options import RowOptions, out_of_range_told
+from .options import RowOptions, counted_out_of_range
 from .packing import Packing, Pull, Routed, States, Table, Trip
 from .planned import planned_table, rows_over
 from .reads import row_reads, without_rows
@@ -256,12 +256,8 @@ class RowFeed:
 
     def _told(self, counts: Any) -> str:
         """Says how many ids no row has. **Arguments:** `counts`: int32 `[tables]`."""
-        told = ", ".join(
-            f"{count} for {join('params', name)} of {table.spec.shape[0]} rows"
-            for (name, table), count in zip(self.tables.items(), np.asarray(counts).tolist(), strict=True)
-            if count
-        )
-        return out_of_range_told(told)
+        specs = {name: table.spec for name, table in self.tables.items()}
+        return counted_out_of_range(specs, np.asarray(counts).tolist())
 
 
 def _tables_of(plan: Plan, params: Any, mesh: Mesh, options: RowOptions) -> dict[str, Table]:

@@ -15,10 +15,9 @@ from braidax.parallel.given.arrays import place
 from braidax.parallel.given.initial import trace_init, traced_loss
 from braidax.parallel.given.loss import Loss
 from braidax.parallel.plan.batch import shard_batch
-from braidax.program import LeafUses, Program, compile_on, difference, join, specs_of
+from braidax.program import LeafUses, Program, RowProgram, compile_on, difference, join, specs_of
 from braidax.program.prune import prune
 
-from .options import OutOfRange
 from .reads import LATE, RowReads, row_reads, without_rows
 from .touched import Touched, count_touched
 
@@ -158,18 +157,20 @@ def see_ids(loss: TracedLoss, batches: Sequence[Any], *, microbatches: int = 1, 
     return Seen({join("params", one.name): seen(one) for one in tables}, unknown)
 
 
-def ids_program(
-    program: Program, tables: Sequence[LeafUses], out_of_range: OutOfRange = "as jax"
-) -> tuple[tuple[str, ...], Program]:
+def ids_program(program: Program, tables: Sequence[LeafUses]) -> tuple[tuple[str, ...], Program]:
     """Cuts a traced loss down to the ids of its lookups.
 
-    **Arguments:** `program`: of `(params, variables, key, batch)`. `tables`: of `RowReads.sparse`. `out_of_range`: with
-    "raise" ids that no row has are marked.
+    **Arguments:** `program`: of `(params, variables, key, batch)`. `tables`: of `RowReads.sparse`.
 
     **Returns:** for each lookup the name of its table; and the program, which takes `()` in place of the parameters
     and gives for each lookup ids, int32 `[*lengths, n]`.
     """
-    rows = without_rows(program, tables, out_of_range)
+    rows = without_rows(program, tables, "as jax")
+    return tuple(one.name for one in rows.lookups), ids_alone(rows)
+
+
+def ids_alone(rows: RowProgram) -> Program:
+    """Returns the program of ids, which takes `()` in place of the parameters, as none of these leads to ids."""
     num_params = len(jax.tree.leaves(rows.ids.in_specs[0]))
     inputs = rows.ids.closed.jaxpr.invars
     closed, _ = prune(
@@ -177,7 +178,7 @@ def ids_program(
         [True] * len(rows.ids.closed.jaxpr.outvars),
         [at < num_params for at in range(len(inputs))],
     )
-    return tuple(one.name for one in rows.lookups), Program(closed, ((), *rows.ids.in_specs[1:]), rows.ids.out_specs)
+    return Program(closed, ((), *rows.ids.in_specs[1:]), rows.ids.out_specs)
 
 
 def _where(batch: Any) -> tuple[Mesh, Any]:

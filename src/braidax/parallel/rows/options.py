@@ -2,7 +2,7 @@
 
 import fnmatch
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -103,3 +103,10 @@ def out_of_range_told(told: str) -> str:
         f"has ids out of range: {told}; expected 0 <= id < rows: mend the data, or choose what such ids mean by "
         f'jnp.take(..., mode="clip" or "fill") and Hybrid(out_of_range="as jax")'
     )
+
+
+def counted_out_of_range(tables: Mapping[str, jax.ShapeDtypeStruct], counts: Iterable[int]) -> str:
+    """Returns the same of how many ids no row has, for each of some tables, by name and in their order."""
+    pairs = zip(tables.items(), counts, strict=True)
+    told = (f"{count} for {join('params', name)} of {spec.shape[0]} rows" for (name, spec), count in pairs if count)
+    return out_of_range_told(", ".join(told))

@@ -83,7 +83,8 @@ class ReadRows:
 
     def served_feed(self, mesh: Mesh, plan: Plan, *, wants_norm: bool) -> ServedFeed:
         """Returns the feed of the variables that a plan has on servers. **Arguments, Raises:** as `ServedFeed`."""
-        return ServedFeed(self._optimizer, self._options, self._program, mesh, plan, wants_norm=wants_norm)
+        known = self._reads.sparse
+        return ServedFeed(self._optimizer, self._options, self._program, known, mesh, plan, wants_norm=wants_norm)
 
     @functools.cached_property
     def _reads(self) -> RowReads:

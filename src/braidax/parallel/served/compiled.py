@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from braidax.parallel.compiler_options import CompilerOptions
 from braidax.parallel.compute.work import Work
-from braidax.parallel.plan.batch import shard_batch
+from braidax.parallel.readings import Readings
 from braidax.program import compile_on
 
 from .feed import ServedFeed, ServedReading
@@ -42,14 +42,15 @@ class ServedPrograms:
     def __init__(self, work: Work, feed: ServedFeed, batch_shardings: Any, options: CompilerOptions) -> None:
         reading = work.reading
         assert isinstance(reading, ServedReading), "its feed is a served one"
-        self._work, self._feed, self._options, self.reading = work, feed, options, reading
+        self._work, self._feed, self.reading = work, feed, reading
         self.whole, held = NamedSharding(work.mesh, PartitionSpec()), work.form.shardings
         self.init = compile_on(work.mesh, work.form.initial, in_shardings=(self.whole,), out_shardings=held)
         self.ids = self._compiled_ids(reading, batch_shardings)
+        read = (held.params, reading.fed_shardings, held.variables, held.key, held.step)
         self.gradients = compile_on(
             work.mesh,
             work.gradients,
-            in_shardings=(*self._read(reading), batch_shardings),
+            in_shardings=(*read, batch_shardings),
             out_shardings=(work.gradient_shardings, held.variables, work.metric_shardings),
             compiler_options=options.gradients,
         )
@@ -62,36 +63,21 @@ class ServedPrograms:
             donate=(0, 1, 2),
             compiler_options=options.apply,
         )
-        self._evaluations: dict[Any, Evaluation] = {}
+        self._readings, self._ids = Readings(work, read, options.apply), dict[ServedReading, Any]()
 
     def evaluation(self, specs: Any) -> Evaluation:
         """Returns what evaluates batches of a form. **Arguments:** `specs`: of such a batch."""
-        work = self._work
-        form = (jax.tree.structure(specs), tuple((s.shape, s.dtype) for s in jax.tree.leaves(specs)))
-        if form not in self._evaluations:
-            batch_shardings = shard_batch(work.mesh, work.plan.batch_axes, specs)
-            run, out, reading = work.evaluate(specs)
-            assert isinstance(reading, ServedReading), "the feed is a served one"
-            compiled = compile_on(
-                work.mesh,
-                run,
-                in_shardings=(*self._read(reading), batch_shardings),
-                out_shardings=out,
-                compiler_options=self._options.apply,
-            )
-            ids = self._compiled_ids(reading, batch_shardings)
-            self._evaluations[form] = Evaluation(reading, ids, compiled, batch_shardings)
-        return self._evaluations[form]
+        made = self._readings.of(None, specs)
+        reading = made.fed
+        assert isinstance(reading, ServedReading), "the feed is a served one"
+        if reading not in self._ids:
+            self._ids[reading] = self._compiled_ids(reading, made.batch_shardings)
+        return Evaluation(reading, self._ids[reading], made.compiled, made.batch_shardings)
 
     def _applied(self, *given: Any) -> Any:
         step, params, opt_state = self._work.apply(*given)
         numbers = {name: numbers_to_send(kept) if kept else [] for name, kept in opt_state["rows"].items()}
         return step, params, opt_state, numbers
-
-    def _read(self, reading: ServedReading) -> tuple[Any, ...]:
-        """The shardings of what gradients and evaluations are given."""
-        held = self._work.form.shardings
-        return held.params, reading.fed_shardings, held.variables, held.key, held.step
 
     def _compiled_ids(self, reading: ServedReading, batch_shardings: Any) -> Any:
         held = self._work.form.shardings

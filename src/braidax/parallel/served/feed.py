@@ -1,5 +1,6 @@
 """Tables on servers as a feed: what a step computes with the rows that it is given."""
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -15,13 +16,13 @@ from braidax.parallel.compute.feed import Check, Pulled, Update
 from braidax.parallel.given.arrays import strong
 from braidax.parallel.plan.placements import Served
 from braidax.parallel.plan.plan import Plan
-from braidax.parallel.rows import Now, Sum, kept_besides, table_optimizer
+from braidax.parallel.rows import Sum, kept_besides
 from braidax.parallel.rows.dense_update import DenseUpdate, Numbers, row_sum
-from braidax.parallel.rows.ids import ids_program
+from braidax.parallel.rows.ids import ids_alone
 from braidax.parallel.rows.laid_flat import LaidFlat
 from braidax.parallel.rows.options import RowOptions
 from braidax.parallel.rows.reads import row_reads, without_rows
-from braidax.program import Program, join, named_leaves, of_no_rows, reads_argument, sums_below
+from braidax.program import LeafUses, Program, join, named_leaves, of_no_rows, reads_argument, sums_below
 
 from .programs import RowRules, TableForm, rules_of_own, rules_of_split, shared_of, table_form
 
@@ -45,20 +46,20 @@ class Fed(NamedTuple):
 class ServedReading:
     """A program that is fed rows.
 
-    **Arguments:** `tables`: specs by name. `options`: how rows move. `microbatches`: of how many runs of the program an
-    update consists.
+    **Arguments:** `tables`: specs by name. `found`: how it reads what it reads by rows, by name. `options`: how rows
+    move. `microbatches`: of how many runs of the program an update consists.
     """
 
     def __init__(
         self,
         program: Program,
         tables: Mapping[str, jax.ShapeDtypeStruct],
+        found: Mapping[str, LeafUses],
         options: RowOptions,
         mesh: Mesh,
         batch_axes: tuple[str, ...],
         microbatches: int,
     ) -> None:
-        found = row_reads(program, microbatches=microbatches).sparse
         if others := [name for name in tables if name not in found]:
             raise ArgumentError(
                 f"{join('params', others[0])} is on servers, and a function of the step does not read it by rows that "
@@ -66,13 +67,10 @@ class ServedReading:
                 f"step.to_dense(state)"
             )
         self._rows = without_rows(program, [found[name] for name in tables], options.out_of_range)
-        names, self._ids = ids_program(program, [found[name] for name in tables], options.out_of_range)
-        assert list(names) == [lookup.name for lookup in self._rows.lookups], "both are made of the same reads"
+        self._ids = ids_alone(self._rows)
         self._tables, self._mesh, self._microbatches = dict(tables), mesh, microbatches
         self._program, self._flat = self._rows.fed(), LaidFlat(self._rows.lookups, microbatches)
-        self.num_parts = 1
-        for axis in batch_axes:
-            self.num_parts *= mesh.shape[axis]
+        self.num_parts = math.prod(mesh.shape[axis] for axis in batch_axes)
         self.on_parts = NamedSharding(mesh, PartitionSpec(batch_axes or None))
         """Of what has a dim for devices in front."""
 
@@ -182,6 +180,7 @@ class ServedFeed:
         optimizer: optax.GradientTransformation,
         options: RowOptions,
         program: Program,
+        sparse: Mapping[str, LeafUses],
         mesh: Mesh,
         plan: Plan,
         *,
@@ -189,8 +188,8 @@ class ServedFeed:
     ) -> None:
         self._wants_norm = wants_norm
         self._optimizer, self._options, self._mesh, self._batch_axes = optimizer, options, mesh, plan.batch_axes
-        self._params = program.in_specs[0]
-        specs = dict(named_leaves(self._params))
+        self._program, self._sparse = program, sparse
+        specs = dict(named_leaves(program.in_specs[0]))
         pairs = zip(specs, plan.variables, strict=True)
         self.tables = {name: specs[name] for name, variable in pairs if is_served(variable)}
         found = {one for v in plan.variables for one in v.placements if isinstance(one, Served)}
@@ -232,7 +231,9 @@ class ServedFeed:
 
     def reading(self, program: Program, *, microbatches: int = 1) -> ServedReading:
         """Takes the tables out of a traced loss."""
-        return ServedReading(program, self.tables, self._options, self._mesh, self._batch_axes, microbatches)
+        known = program is self._program
+        found = self._sparse if known else row_reads(program, microbatches=microbatches).sparse
+        return ServedReading(program, self.tables, found, self._options, self._mesh, self._batch_axes, microbatches)
 
     def forms(self, born: Program) -> dict[str, TableForm]:
         """Returns the tables as servers have them. **Arguments:** `born`: `key -> Born`."""
@@ -243,7 +244,7 @@ class ServedFeed:
         if name in self._own:
             return rules_of_own(self._own[name])._replace(sums=norm)
         update = self._split.tables[name]
-        rules = rules_of_split(update, table_optimizer(update), self._init_of(name))
+        rules = rules_of_split(update, self._update, self._init_of(name))
         sums = [row_sum(update, term, ()) for term in self._sums if term.operands[0].table == name]
         return rules._replace(sums=(*sums, *norm))
 
@@ -280,9 +281,7 @@ class ServedFeed:
 
     def _begun(self, leaves: Sequence[Any]) -> dict[str, Any]:
         kept: dict[str, Any] = dict.fromkeys(self._own, ())
-        numbered = dict(enumerate(leaves))
-        for update, _, shared in self._update.begun(leaves):
-            now = self._update.now(update, numbered, shared)
+        for update, now, shared in self._update.begun(leaves):
             kept[update.name] = Numbers(now, shared_of(update, now), now, shared, jnp.zeros((), bool))
         return kept
 
@@ -334,8 +333,7 @@ class ServedFeed:
         for update, now, _ in self._update.begun(leaves):
             kept = {one.name: leaves[one.at] for one in update.kept}
             kept |= kept_besides(update, now, self.tables[update.name].shape[:1])
-            shared = shared_of(update, now if update.catch_up else Now((), ()))
-            found[update.name] = dict(named_leaves(kept)), jax.tree.leaves(shared)
+            found[update.name] = dict(named_leaves(kept)), jax.tree.leaves(shared_of(update, now))
         return found
 
     def parted(self, opt_state: Any, params: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:

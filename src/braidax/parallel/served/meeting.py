@@ -6,7 +6,8 @@ import secrets
 import socket
 import uuid
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from braidax.comm import Communicator, TcpStore, TcpStoreServer, connect
 from braidax.connections.coordination import Coordination
@@ -19,7 +20,7 @@ class Meeting:
     """The store of one world of servers and workers.
 
     **Fields:** `host`, `port`, `secret`: of the store. `job`: names the world. `transport`: of its messages.
-    `timeout_seconds`: the limit of each wait.
+    `timeout_seconds`: the limit of each wait. `num_servers`: the first ranks.
     """
 
     host: str
@@ -28,14 +29,15 @@ class Meeting:
     job: str
     transport: str
     timeout_seconds: float
+    num_servers: int
 
-    def join(self, rank: int, size: int) -> Communicator:
-        """Joins the world, once all others do. **Raises:** as `comm.connect`."""
+    def join(self, rank: int, num_workers: int) -> Communicator:
+        """Joins the world, once all others do. **Arguments:** `num_workers`: who train. **Raises:** as `connect`."""
         with TcpStore(self.host, self.port, secret=self.secret, timeout_seconds=self.timeout_seconds) as store:
             return connect(
                 store,
                 rank=rank,
-                size=size,
+                size=self.num_servers + num_workers,
                 transport=self.transport,
                 job=self.job,
                 on_loss="peer",
@@ -44,15 +46,14 @@ class Meeting:
 
     def to_json(self) -> bytes:
         """Returns it for the other processes of a job."""
-        return json.dumps(
-            [self.host, self.port, self.secret.hex(), self.job, self.transport, self.timeout_seconds]
-        ).encode()
+        return json.dumps({**asdict(self), "secret": self.secret.hex()}).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> "Meeting":
         """Undoes `to_json`."""
-        host, port, secret, job, transport, timeout_seconds = json.loads(text)
-        return cls(host, port, bytes.fromhex(secret), job, transport, timeout_seconds)
+        fields: dict[str, Any] = json.loads(text)
+        fields["secret"] = bytes.fromhex(fields["secret"])
+        return cls(**fields)
 
 
 @contextlib.contextmanager
@@ -68,7 +69,7 @@ def begin_meeting(
     secret = secrets.token_bytes(32)
     with TcpStoreServer(host="127.0.0.1" if is_here else "", secret=secret) as store:
         host, port = "127.0.0.1" if is_here else host_addresses()[0], int(store.address.rpartition(":")[2])
-        meeting = Meeting(host, port, secret, f"tables {uuid.uuid4().hex}", transport, timeout_seconds)
+        meeting = Meeting(host, port, secret, f"tables {uuid.uuid4().hex}", transport, timeout_seconds, len(hosts))
         if others is not None:
             others.set("meeting", meeting.to_json())
         yield meeting

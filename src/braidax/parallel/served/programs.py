@@ -12,8 +12,8 @@ from jax import export
 
 from braidax.errors import import_extra
 from braidax.parallel.given.arrays import strong
-from braidax.parallel.rows import Now, RowOptimizer, Sum, TableUpdate, kept_besides, no_growth
-from braidax.parallel.rows.dense_update import Numbers
+from braidax.parallel.rows import Now, RowOptimizer, Sum, TableUpdate, kept_besides, table_optimizer
+from braidax.parallel.rows.dense_update import DenseUpdate, Numbers
 from braidax.program import Program, named_leaves
 
 _PLATFORMS = ("cpu",)  # servers compute with what is in their host memory
@@ -83,22 +83,21 @@ class RowRules(NamedTuple):
     sums: tuple[Sum, ...] = ()
 
 
-def rules_of_split(update: TableUpdate, optimizer: RowOptimizer, init: Callable[[jax.Array], Any]) -> RowRules:
+def rules_of_split(update: TableUpdate, besides: DenseUpdate, init: Callable[[jax.Array], Any]) -> RowRules:
     """Returns the rules of a table that the optimizer of all variables moves.
 
-    **Arguments:** `update`, `optimizer`: of the table. `init`: returns that optimizer's state where the table has the
+    **Arguments:** `update`: of the table. `besides`: that optimizer. `init`: returns its state where the table has the
     rows `[m, …]` that it is given.
     """
 
     def begin(values: jax.Array) -> tuple[Any, Any]:
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(strong(init(values)))]
-        scalars = tuple(leaves[one.at] for one in update.catch_up.scalars) if update.catch_up else ()
-        now = Now(jnp.zeros((), jnp.int32), scalars, grown=no_growth(update)) if update.catch_up else Now((), ())
-        wide = {one.name: leaves[one.at] for one in update.kept}
-        kept = {name: leaf if leaf.ndim > 1 else leaf[:, None] for name, leaf in wide.items()}
+        now, _ = besides.first(update, leaves)
+        found = {one.name: leaves[one.at] for one in update.kept}
+        kept = {name: leaf if leaf.ndim > 1 else leaf[:, None] for name, leaf in found.items()}
         return kept | kept_besides(update, now, values.shape[:1]), shared_of(update, now)
 
-    return RowRules(begin, optimizer)
+    return RowRules(begin, table_optimizer(update))
 
 
 def rules_of_own(optimizer: RowOptimizer) -> RowRules:

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from braidax.errors import DataError
-from braidax.parallel.rows.options import out_of_range_told
-from braidax.program import OUT_OF_RANGE, join
+from braidax.parallel.rows.options import counted_out_of_range
+from braidax.program import OUT_OF_RANGE
 
 from .batch_rows import BatchRows
 from .feed import Fed, ServedFeed, ServedReading
@@ -52,14 +52,9 @@ class Pulling:
         """
         parts = {name: local_parts(one) for name, one in ids.items()}
         if self._feed.raises_out_of_range:
-            counts = {name: sum(int(np.sum(x == OUT_OF_RANGE)) for x in part.values()) for name, part in parts.items()}
-            told = ", ".join(
-                f"{count} for {join('params', name)} of {self._feed.tables[name].shape[0]} rows"
-                for name, count in counts.items()
-                if count
-            )
-            if told:
-                raise DataError(f"a batch {out_of_range_told(told)}")
+            counts = (sum(int(np.sum(x == OUT_OF_RANGE)) for x in parts[name].values()) for name in self._feed.tables)
+            if told := counted_out_of_range(self._feed.tables, counts):
+                raise DataError(f"a batch {told}")
         rows = {name: BatchRows(part, self._servers.num_servers) for name, part in parts.items()}
         return rows, self._servers.pull(rows)
 

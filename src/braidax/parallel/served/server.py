@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -129,7 +128,7 @@ class TableServer:
     def _bear(self, rank: int, message: Message) -> Any:
         for shard in self._shards.values():
             shard.bear(message.arrays["key"])
-        self._begin(int(message.fields["step"]))
+        self._begin(0)
         return packed("borne")
 
     def _load(self, rank: int, message: Message) -> Any:
@@ -292,7 +291,7 @@ def serve(comm: Communicator, meeting: Meeting, num_workers: int, copies: int) -
     **Arguments:** `comm`: of the gang. `meeting`: where servers and those who ask meet. `num_workers`: of these.
     `copies`: how many servers have each part.
     """
-    world = meeting.join(comm.rank, comm.size + num_workers)
+    world = meeting.join(comm.rank, num_workers)
     server = Holder(comm.rank, comm.size, num_workers, copies)
     with world:
         if num_workers > 1:
@@ -305,8 +304,3 @@ def serve(comm: Communicator, meeting: Meeting, num_workers: int, copies: int) -
                 with contextlib.suppress(WaitTimeout):  # nobody has asked for a while
                     serving.wait()
                     return
-
-
-def key_data(key: jax.Array) -> NDArray[Any]:
-    """Returns the numbers of a key, as servers are given it."""
-    return np.asarray(jnp.asarray(jax.random.key_data(key)))

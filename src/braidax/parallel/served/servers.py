@@ -5,7 +5,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, final
 
 import jax
@@ -20,7 +19,7 @@ from braidax.program.coordination import coordination
 from .batch_rows import BatchRows
 from .meeting import begin_meeting, find_meeting
 from .programs import JOINS, TableForm
-from .server import described, key_data, serve
+from .server import described, serve
 from .wire import Message, packed, unpacked
 
 _log = logging.getLogger("braidax")
@@ -76,19 +75,16 @@ class Servers:
         if self._worker == 0:
             check_gang(gang)
             assert gang is not None, "it was checked"
-            self.num_servers = gang.size
             if copies > gang.size:
                 raise ArgumentError(
                     f"copies={copies} of Served, and the gang has {gang.size} ranks: expected as many servers at least"
                 )
-            if others is not None:
-                others.set("servers", str(gang.size).encode())
             with begin_meeting(
                 gang.hosts, transport=transport, timeout_seconds=timeout_seconds, others=others
             ) as meeting:
                 serving = gang.submit(serve, meeting, self._num_workers, copies)
                 try:
-                    self._world = meeting.join(gang.size, gang.size + self._num_workers)
+                    self._world = meeting.join(gang.size, self._num_workers)
                 except (CommError, WaitTimeout):
                     if serving.done:
                         serving.result()  # which says why they have not come
@@ -96,8 +92,8 @@ class Servers:
         else:
             assert others is not None, "there are several processes"
             meeting = find_meeting(others, timeout_seconds=timeout_seconds)
-            self.num_servers = int(others.find("servers", timeout_seconds=timeout_seconds) or b"0")
-            self._world = meeting.join(self.num_servers + self._worker, self.num_servers + self._num_workers)
+            self._world = meeting.join(meeting.num_servers + self._worker, self._num_workers)
+        self.num_servers = meeting.num_servers
         self._run, self._closed = meeting.job, False
         self._copies, self._lost = copies, set[int]()
         self._pool = ThreadPoolExecutor(self.num_servers * copies, thread_name_prefix="braidax-ask")
@@ -138,8 +134,8 @@ class Servers:
 
     def bear(self, key: jax.Array) -> None:
         """Makes the first rows of all tables; all processes call it. **Arguments:** `key`: that the step is given."""
-        data = key_data(key)
-        self._first_asks(lambda part: self._packed("bear", part, {"step": 0}, {"key": data}))
+        data = np.asarray(jax.random.key_data(key))
+        self._first_asks(lambda part: self._packed("bear", part, {}, {"key": data}))
 
     def pull(self, batch: Mapping[str, BatchRows], *, known: Rows | None = None) -> Rows:
         """Returns rows as they are now. **Arguments:** `known`: as they were, so that only changes are asked for."""
@@ -348,14 +344,6 @@ class Servers:
                 self.meet()
         self._closed = True
         self._world.close()
-
-    def __enter__(self) -> "Servers":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close(others="wait" if error is None else "leave")
 
 
 def check_gang(gang: Any) -> None:

@@ -18,7 +18,8 @@ from braidax.parallel.compiler_options import CompilerOptions
 from braidax.parallel.compute.in_flight import InFlight
 from braidax.parallel.compute.state_form import load_tree
 from braidax.parallel.compute.work import GRAD_NORM, Work
-from braidax.parallel.given.arrays import adopt, place, typed_key
+from braidax.parallel.given.arrays import adopt, canonical, place, typed_key, with_shardings
+from braidax.parallel.run_ahead import check_coming
 from braidax.parallel.state import State
 from braidax.program import Program, difference, named_leaves, specs_of
 
@@ -87,11 +88,7 @@ class ServedStep:
     @property
     def state_specs(self) -> State:
         """Of every leaf of a state shape, dtype and sharding; servers have the tables, and what is kept of them."""
-        return jax.tree.map(
-            lambda spec, on: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=on),
-            self._state_specs,
-            self.state_shardings,
-        )
+        return with_shardings(self._state_specs, self.state_shardings)
 
     def _own(self, state: State, num_updates: int) -> State:
         self._last, self._num_updates, self._key = weakref.ref(state.step), num_updates, state.key
@@ -127,18 +124,13 @@ class ServedStep:
     def _prepare(self, batch: Any, step: int) -> None:
         """Begins to pull what a batch reads. **Arguments:** `step`: the update that it will be for."""
         self._check_batch(batch)
-        leaves = jax.tree.leaves(batch)
-        if any(not isinstance(leaf, jax.Array) for leaf in leaves):
-            raise ArgumentError(
-                "batch has host arrays, which could be changed before they are trained: expected device arrays, as a "
-                "DataLoader yields, or jax.device_put(batch, step.batch_shardings)"
-            )
+        check_coming(batch, "batch")
         if self._reading.knows_ahead and self._last is not None:
             variables = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), self._state_specs.variables)
             on = (self.state_shardings.variables, self._whole, self._whole)
             given = place((variables, self._key, np.int32(step)), on)
             ids = self._programs.ids(*given, place(batch, self.batch_shardings))
-            self._pulling.begin(leaves, ids, step if self._reading.draws_ids else None)
+            self._pulling.begin(jax.tree.leaves(batch), ids, step if self._reading.draws_ids else None)
 
     def update(
         self, state: State, batch: Any, *, coming: Any = None, before_apply: Callable[[], object] | None = None
@@ -319,8 +311,7 @@ class ServedStep:
             self._pushed.popleft()
 
     def _check_batch(self, batch: Any) -> None:
-        given = batch if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)) else specs_of(batch)
-        if message := difference(self._batch_specs, given, "batch"):
+        if message := difference(self._batch_specs, canonical(batch), "batch"):
             raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
 
 
