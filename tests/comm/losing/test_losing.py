@@ -231,7 +231,8 @@ def test_a_limit_that_passes_in_a_collective_ends_those_of_its_group_alone(trans
         if comm.rank == 1:
             assert over.wait(LIMIT_SECONDS)
             with pytest.raises(Aborted, match=r"ended the collectives of a group: all_reduce took longer than 0\.2 s"):
-                two.all_reduce(np.ones(_LARGE))
+                for _ in range(2):  # what rank 0 sent may be here before its word that it waits no longer
+                    assert (two.all_reduce(np.ones(_LARGE)) == 2).all()
         if comm.rank > 1:
             two.barrier()
         assert comm.all_reduce(np.array([comm.rank])).tolist() == [6]
