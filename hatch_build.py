@@ -17,6 +17,7 @@ SOURCES = tuple(
         "comm/transports/tcp_binding.c",
         "comm/transports/ucx_binding.c",
         "frame/moving/scatter_binding.c",
+        "parallel/served/rows_binding.c",
     )
 )
 BUILT = tuple(source.with_suffix(".abi3.so") for source in SOURCES)
@@ -40,7 +41,7 @@ class BindingHook(BuildHookInterface[Any]):
         if problem is not None:
             self.app.display_warning(
                 "braidax is installed without the transport 'ucx', Python moves what 'tcp' sends, and NumPy splits the "
-                f"rows of frames: {problem}"
+                f"rows of frames and moves those of tables on servers: {problem}"
             )
             return
         build_data["artifacts"] += [f"/{built.as_posix()}" for built in BUILT]

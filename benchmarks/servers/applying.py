@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ from braidax.parallel.given.initial import Born
 from braidax.parallel.rows import row_adagrad
 from braidax.parallel.served.batch_rows import BatchRows
 from braidax.parallel.served.programs import rules_of_own, table_form
+from braidax.parallel.served.row_memory import aligned
 from braidax.parallel.served.shard import Shard
 from braidax.program import trace
 
@@ -27,10 +29,10 @@ def apply_case(report: Report, python: str | None, *, num_rows: int, sizes: tupl
     case = f"apply, {num_rows:,} rows of {WIDTH}, Zipf {EXPONENT}"
     for size in sizes:
         drawn = np.random.default_rng(0).zipf(EXPONENT, (_BATCHES, size)) % num_rows
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_cores()) as threads:
             path = Path(folder, "ids.npy")
             np.save(path, drawn)
-            systems = {OURS: _Ours(drawn, num_rows).apply}
+            systems = {OURS: _Ours(drawn, num_rows, threads).apply}
             if python is None:
                 report.missing(case, FBGEMM, "--fbgemm was not given")
                 _add(report, case, size, take_turns(systems, rounds=rounds))
@@ -47,24 +49,23 @@ def _add(report: Report, case: str, size: int, figures: dict[str, list[float]]) 
 
 
 class _Ours:
-    """The same with a shard of one server: what a device, who pushes, and the server do, one after the other."""
+    """The same with a shard of one server: what who pushes, and the server do, one after the other."""
 
-    def __init__(self, ids: np.ndarray, num_rows: int) -> None:
+    def __init__(self, ids: np.ndarray, num_rows: int, threads: Executor) -> None:
         spec = jax.ShapeDtypeStruct((num_rows, WIDTH), np.float32)
         born = trace(lambda key: Born({"table": jax.numpy.full(spec.shape, 0.5)}, {}, key), jax.random.key(0))
-        self._shard = Shard(
-            table_form("table", spec, born, rules_of_own(row_adagrad(RATE, initial=0.0, eps=EPS))), 0, 1
-        )
+        form = table_form("table", spec, born, rules_of_own(row_adagrad(RATE, initial=0.0, eps=EPS)))
+        self._shard, self._threads = Shard(form, 0, 1, threads), threads
         self._shard.bear(np.asarray(jax.random.key_data(jax.random.key(0))))
         self._ids, self._step = ids.astype(np.int32), 0
+        self._room = aligned((ids.shape[1], WIDTH), np.float32)
         self._gradients = np.random.default_rng(1).normal(size=(ids.shape[1], WIDTH)).astype(np.float32)
-        self._summed = jax.jit(jax.ops.segment_sum, static_argnums=2)
 
     def apply(self) -> float:
         ids = self._ids[self._step % len(self._ids)]
         rows = BatchRows({0: ids}, 1)  # known before the gradients are
         start = time.perf_counter()
-        summed = np.asarray(self._summed(self._gradients, rows.slots[0], len(ids)))
-        self._shard.push(rows.asked(0), rows.of_server(rows.summed({0: summed}), 0), [], self._step)
+        summed = rows.summed(rows.summed_ids({0: self._gradients}, {0: self._room}, self._threads))
+        self._shard.push(rows.asked(0), rows.of_server(summed, 0), [], self._step)
         self._step += 1
         return time.perf_counter() - start

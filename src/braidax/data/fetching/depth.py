@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from braidax.data.workers.cores import usable_cores
+from braidax.cores import usable_cores
 from braidax.errors import ArgumentError
 
 _MAX_THREADS = 32

@@ -12,12 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-def usable_cores() -> int:
-    """Returns the cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # on Linux, where a process may be bound to some cores
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
 def cores_near(devices: Iterable[Any], *, root: Path = Path("/")) -> frozenset[int] | None:
     """Returns the cores to read on for some devices: those that the calling thread may use, of the devices' NUMA nodes.
 

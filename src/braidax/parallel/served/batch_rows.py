@@ -1,10 +1,13 @@
 """Which rows of a table the devices of this process read in a batch, and who has them."""
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .row_memory import sum_rows
 
 
 @final
@@ -58,6 +61,19 @@ class BatchRows:
             own = np.zeros((self.num_slots, rows.shape[1]), rows.dtype)
             own[: len(places)] = rows[places]
             yield part, own
+
+    def summed_ids(
+        self, parts: Mapping[int, NDArray[Any]], room: Mapping[int, NDArray[Any]], threads: Executor
+    ) -> dict[int, NDArray[Any]]:
+        """Sums the gradients that each device has of each of its ids, `[n, D]`, for `summed`.
+
+        **Arguments:** `room`: like `parts`, for what is returned: new memory would take longer than the sums.
+        """
+        found: dict[int, NDArray[Any]] = {}
+        for part, gradients in parts.items():
+            found[part] = room[part][: max(1, len(self._places[part]))]
+            sum_rows(gradients, self.slots[part], found[part], threads)
+        return found
 
     def summed(self, parts: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
         """Sums the gradients of all devices, `[u, D]`: each row travels once. **Arguments:** as of `spread`."""

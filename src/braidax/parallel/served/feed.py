@@ -25,6 +25,7 @@ from braidax.parallel.rows.reads import row_reads, without_rows
 from braidax.program import LeafUses, Program, join, named_leaves, of_no_rows, reads_argument, sums_below
 
 from .programs import RowRules, TableForm, rules_of_own, rules_of_split, shared_of, table_form
+from .row_memory import sums_on_host
 
 _SQUARES = Sum(
     0,
@@ -150,16 +151,24 @@ class ServedReading:
         raise AssertionError("rows come from servers")
 
     def push(self, ticket: Fed, gradients: Any) -> dict[str, jax.Array]:
-        """Sums the gradients of each device's rows, `[N, K, D]`, of each table."""
+        """Sums the gradients of each device's rows, `[N, K, D]`, of each table; those of its ids, `[N, m, D]`, are left
+        as they are where the host sums them."""
         found: dict[str, jax.Array] = {}
         for name, spec in self._tables.items():
             own = self._flat.pack(self._flat.of_table(name), gradients, self.num_parts, filler=0)
             own = own.reshape(*own.shape[:2], -1).astype(spec.dtype)
+            if self.sums_on_host(name):
+                found[name] = own
+                continue
             num = ticket.rows[name].shape[1]
             found[name] = jax.vmap(lambda g, slots, num=num: jax.ops.segment_sum(g, slots, num))(
                 own, ticket.slots[name]
             )
         return found
+
+    def sums_on_host(self, name: str) -> bool:
+        """Whether gradients of equal ids of a table are summed by the host."""
+        return sums_on_host(self._mesh.devices.flat[0].platform, self._tables[name].dtype)
 
     def sum_of_squares(self, payload: Any) -> jax.Array:
         """0: servers sum over rows, of which several devices may have the same, and the step adds that."""

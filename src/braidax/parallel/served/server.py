@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.comm import Communicator
+from braidax.cores import usable_cores
 from braidax.errors import ArgumentError, WaitTimeout
 
 from .meeting import Meeting
@@ -59,11 +61,11 @@ class TableServer:
     What it has belongs to one run at a time, which names itself in each request: another one is refused. An update is
     taken when all who train have pushed it, as one of the sum of their gradients, in their order.
 
-    **Arguments:** `rank`, `size`: which server of how many this is. `num_workers`: who train.
+    **Arguments:** `rank`, `size`: which server of how many this is. `num_workers`: who train. `threads`: as of `Shard`.
     """
 
-    def __init__(self, rank: int, size: int, num_workers: int = 1) -> None:
-        self._rank, self._size, self._num_workers = rank, size, num_workers
+    def __init__(self, rank: int, size: int, num_workers: int = 1, threads: Executor | None = None) -> None:
+        self._rank, self._size, self._num_workers, self._threads = rank, size, num_workers, threads
         self._run, self._step = "", 0  # whose tables these are, and how many updates they have seen
         self._shards: dict[str, Shard] = {}
         self._coming: dict[int, _Update] = {}  # that not all have pushed yet, by their steps
@@ -114,7 +116,7 @@ class TableServer:
             given |= {one: tuple(fields[one]) for one in ("shape", "joins")}
             form = TableForm(**given)
             try:
-                shards[form.name] = Shard(form, self._rank, self._size)
+                shards[form.name] = Shard(form, self._rank, self._size, self._threads)
             except MemoryError as error:
                 raise MemoryError(
                     f"server {self._rank} of {self._size} has no memory for its part of {form.name}, "
@@ -255,13 +257,13 @@ class Holder:
     Copies are told of each update as the part itself is, so that either is as good as the other.
 
     **Arguments:** `rank`, `size`: of this. `num_workers`: who train. `copies`: how many ranks have each part.
+    `threads`: as of `Shard`.
     """
 
-    def __init__(self, rank: int, size: int, num_workers: int, copies: int) -> None:
+    def __init__(self, rank: int, size: int, num_workers: int, copies: int, threads: Executor | None = None) -> None:
         self._rank = rank
-        self._parts = {
-            part % size: TableServer(part % size, size, num_workers) for part in range(rank - copies + 1, rank + 1)
-        }
+        parts = [part % size for part in range(rank - copies + 1, rank + 1)]
+        self._parts = {part: TableServer(part, size, num_workers, threads) for part in parts}
 
     def handle(self, rank: int, value: Any) -> Any:
         """Answers a request for a part. **Raises:** as `TableServer.handle`."""
@@ -292,8 +294,8 @@ def serve(comm: Communicator, meeting: Meeting, num_workers: int, copies: int) -
     `copies`: how many servers have each part.
     """
     world = meeting.join(comm.rank, num_workers)
-    server = Holder(comm.rank, comm.size, num_workers, copies)
-    with world:
+    with world, ThreadPoolExecutor(usable_cores(), "braidax-rows") as threads:
+        server = Holder(comm.rank, comm.size, num_workers, copies, threads)
         if num_workers > 1:
             world.split(0)
         with world.serve(server.handle) as serving:

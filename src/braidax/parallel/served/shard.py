@@ -1,9 +1,9 @@
 """A server's part of a table: its rows in host memory, and the programs that move them."""
 
 import functools
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
@@ -13,11 +13,24 @@ from numpy.typing import NDArray
 from braidax.errors import ArgumentError
 
 from .programs import JOINS, TableForm
+from .row_memory import aligned, is_aligned, put_rows, take_rows
 
 _FEWEST = 256  # rows that a program is compiled for; numbers of rows are rounded up to powers of two
-_MOST = 4096  # rows that are computed at a time
-_ALIGNMENT = 64
-_CACHED_BYTES = 1 << 20  # of the values of these: what is taken together should fit into a core's cache
+_MOST = 8192  # rows that are computed at a time
+_CACHED_BYTES = 1 << 21  # of the values of these: what is taken together should stay in a cache
+
+_Done = Callable[[NDArray[Any], slice, Sequence[NDArray[Any]]], None]
+"""Is given ids, which of all these they are, and what was computed of them."""
+
+
+class _Room(NamedTuple):
+    """Memory in which one thread computes rows, again and again: what is new is not there yet, and takes longer.
+
+    **Fields:** `rows`: of values and of each thing kept, `[chunk, …]`. `gradients`: `[chunk, D]`.
+    """
+
+    rows: Sequence[NDArray[Any]]
+    gradients: NDArray[Any]
 
 
 @final
@@ -26,14 +39,15 @@ class Shard:
 
     A row is as the last update that touched it has left it; how it is now is computed when it is read.
 
-    **Arguments:** `form`: of the table. `rank`, `size`: which server of how many this is.
+    **Arguments:** `form`: of the table. `rank`, `size`: which server of how many this is. `threads`: share the work on
+    rows; None is the caller's.
 
     **Fields:** `num_rows`: here. `values`: `[num_rows, D]`. `kept`: what the optimizer keeps of rows. `touched`:
     int64 `[num_rows]`, the last step that has moved a row by a gradient.
     """
 
-    def __init__(self, form: TableForm, rank: int, size: int) -> None:
-        self.form, self.rank, self.size = form, rank, size
+    def __init__(self, form: TableForm, rank: int, size: int, threads: Executor | None = None) -> None:
+        self.form, self.rank, self.size, self._threads = form, rank, size, threads
         self.num_rows = len(range(rank, form.shape[0], size))
         dtype = jax.numpy.dtype(form.dtype)
         self.values = np.zeros((self.num_rows, form.width), dtype)
@@ -42,8 +56,8 @@ class Shard:
         self._shared: list[Any] = []  # numbers by which rows that are read are brought up
         fits = _CACHED_BYTES // max(1, form.width * dtype.itemsize)
         self._chunk = min(_MOST, max(_FEWEST, 1 << (max(1, fits).bit_length() - 1)))
-        self._places = [_aligned((self._chunk, *leaf.shape[1:]), leaf.dtype) for leaf in (self.values, *self.kept)]
-        self._gradients = _aligned((self._chunk, form.width), dtype)
+        self._device = jax.local_devices(backend="cpu")[0]
+        self._rooms: list[_Room] = []  # that no thread is in
         self._begin, self._update = _loaded(form.programs.begin), _loaded(form.programs.update)
         self._settle = _loaded(form.programs.settle) if form.programs.settle else None
         self._sums = _loaded(form.programs.sums) if form.programs.sums else None
@@ -86,7 +100,9 @@ class Shard:
 
     def _begun(self, rows: NDArray[Any], start: int) -> None:
         num_kept = len(self.form.kept)
-        found = [np.asarray(one) for one in self._begin(_filled(self._places[0], rows))]
+        room = self._enter()
+        found = [np.asarray(one) for one in self._begin(_filled(room.rows[0], rows))]
+        self._rooms.append(room)
         part = slice(start, min(start + len(rows), self.num_rows))
         for leaf, new in zip(self.kept, found, strict=False):
             leaf[part] = new[: part.stop - start]
@@ -96,11 +112,15 @@ class Shard:
 
     def pull(self, ids: NDArray[Any]) -> NDArray[Any]:
         """Returns rows as they are now, `[m, D]`. **Arguments:** `ids`: numbers of rows here."""
-        if self._settle is None:
-            return np.take(self.values, ids, axis=0)
         rows = np.empty((len(ids), self.form.width), self.values.dtype)
-        for part, found in self._computed(self._settle, ids, self._shared):
+
+        def done(_: NDArray[Any], part: slice, found: Sequence[NDArray[Any]]) -> None:
             rows[part] = found[0]
+
+        if self._settle is not None:
+            self._compute(self._settle, ids, self._shared, done)
+        else:
+            self._share_out(len(ids), lambda part: take_rows(self.values, ids[part], rows[part]))
         return rows
 
     def push(self, ids: NDArray[Any], gradients: NDArray[Any], numbers: Sequence[Any], step: int) -> None:
@@ -114,11 +134,9 @@ class Shard:
         if numbers and bool(numbers[-1]):
             self.settle_all(before)
         after: Sequence[Any] = behind
-        for part, found in self._computed(self._update, ids, now if numbers else self._shared, gradients):
-            self._put(ids[part], found)
-            after = behind if numbers else found[1 + len(self.kept) :]
-        if not len(ids) and not numbers:
-            after = self._rested()
+        moved = self._compute(self._update, ids, now if numbers else self._shared, self._put, gradients)
+        if not numbers:
+            after = moved if len(ids) else self._rested()
         self.touched[ids] = step
         self._shared = [np.array(one) for one in after]
 
@@ -149,42 +167,58 @@ class Shard:
         if self._settle is None:
             return
         ids = np.arange(part.start, part.stop)
-        for some, found in self._computed(self._settle, ids, self._shared if shared is None else shared):
-            self._put(ids[some], found)
+        self._compute(self._settle, ids, self._shared if shared is None else shared, self._put)
 
     @property
     def rests(self) -> bool:
         """Whether rows without a gradient stay as they are."""
         return self._settle is None
 
-    def _computed(
-        self, program: Any, ids: NDArray[Any], shared: Sequence[Any], gradients: NDArray[Any] | None = None
-    ) -> Iterator[tuple[slice, list[NDArray[Any]]]]:
-        """Computes a program on rows, as many at a time as fit into a cache.
+    def _compute(
+        self,
+        program: Any,
+        ids: NDArray[Any],
+        shared: Sequence[Any],
+        done: _Done,
+        gradients: NDArray[Any] | None = None,
+    ) -> Sequence[Any]:
+        """Computes a program on rows, which are all different, as many at a time as fit into a cache.
 
         Of the rows that a program is compiled for, those that lack are copies of others.
 
-        **Yields:** which of `ids`, and what there is of them, in order; behind that what does not go by rows.
+        **Returns:** what does not go by rows.
         """
-        rows = 1 + len(self.kept)
-        for start in range(0, len(ids), self._chunk):
-            part = slice(start, min(start + self._chunk, len(ids)))
-            given = [self._taken(at, leaf, ids[part]) for at, leaf in enumerate((self.values, *self.kept))]
+        num_rows = 1 + len(self.kept)
+
+        def compute(part: slice) -> Sequence[Any]:
+            room, some = self._enter(), ids[part]
+            given = [_taken(*pair, some) for pair in zip(room.rows, (self.values, *self.kept), strict=True)]
             if gradients is not None:
-                given.insert(0, _filled(self._gradients, gradients[part]))
-            found = [np.asarray(one) for one in program(*given, *shared)]
-            yield part, [*(one[: part.stop - start] for one in found[:rows]), *found[rows:]]
+                given.insert(0, _filled(room.gradients, gradients[part]))
+            with jax.default_device(self._device):
+                found = [np.asarray(one) for one in program(*given, *shared)]
+            done(some, part, [one[: len(some)] for one in found[:num_rows]])
+            self._rooms.append(room)
+            return found[num_rows:]
 
-    def _taken(self, at: int, leaf: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:
-        """Returns rows in memory that is used again and again: what is new is not there yet, and takes longer."""
-        count, place = len(ids), self._places[at]
-        np.take(leaf, ids, axis=0, out=place[:count], mode="clip")
-        place[count : _padded(count)] = place[0]
-        return place[: _padded(count)]
+        return next(iter(self._share_out(len(ids), compute)), [])
 
-    def _put(self, ids: NDArray[Any], found: Sequence[NDArray[Any]]) -> None:
-        for leaf, new in zip((self.values, *self.kept), found, strict=False):
-            leaf[ids] = new
+    def _share_out(self, count: int, work: Callable[[slice], Any]) -> list[Any]:
+        """Lets threads work on slices of rows. **Returns:** what `work` gives for each, in order."""
+        parts = [slice(start, min(start + self._chunk, count)) for start in range(0, count, self._chunk)]
+        return list(map(work, parts) if self._threads is None or len(parts) == 1 else self._threads.map(work, parts))
+
+    def _enter(self) -> _Room:
+        """Returns a room that no thread is in; who is done puts it back."""
+        try:
+            return self._rooms.pop()
+        except IndexError:
+            rows = [aligned((self._chunk, *leaf.shape[1:]), leaf.dtype) for leaf in (self.values, *self.kept)]
+            return _Room(rows, aligned((self._chunk, self.form.width), self.values.dtype))
+
+    def _put(self, ids: NDArray[Any], _: slice, found: Sequence[NDArray[Any]]) -> None:
+        for leaf, new in zip((self.values, *self.kept), found, strict=True):
+            put_rows(leaf, ids, new)
 
     def check(self, ids: NDArray[Any], name: str) -> None:
         """Raises `ArgumentError` for numbers of rows that are not here."""
@@ -197,16 +231,18 @@ class Shard:
             )
 
 
-def _aligned(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """Returns zeros that XLA reads where they are: it copies what is not at a multiple of 64 bytes."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.zeros(size + _ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
-    return memory[first : first + size].view(dtype).reshape(shape)
+def _taken(place: NDArray[Any], leaf: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:
+    """Copies rows into a place."""
+    count = len(ids)
+    take_rows(leaf, ids, place[:count])
+    place[count : _padded(count)] = place[0]
+    return place[: _padded(count)]
 
 
 def _filled(place: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
-    """Copies rows into a place, and zeros behind them, up to as many as a program is compiled for."""
+    """Returns rows, and zeros behind them up to as many as a program is compiled for, where XLA reads them in place."""
+    if len(rows) == _padded(len(rows)) and is_aligned(rows):
+        return rows
     place[: len(rows)] = rows
     place[len(rows) : _padded(len(rows))] = 0
     return place[: _padded(len(rows))]

@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Int64
 from numpy.typing import NDArray
 
+from braidax.cores import usable_cores
 from braidax.data.source import Source, is_varying, source_at, stamp_of
-from braidax.data.workers.cores import usable_cores
 from braidax.data.workers.processes.memory import window_bytes, window_leaves
 from braidax.data.workers.processes.pickling import pack
 from braidax.data.workers.processes.worker import Birth, Worker, WorkerClosed, WorkerDied, end_all

@@ -1,0 +1,92 @@
+"""Rows in host memory, copied and summed in C where it was compiled, without Python's lock."""
+
+import importlib
+import itertools
+import math
+from concurrent.futures import Executor
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.cores import usable_cores
+
+_ALIGNMENT = 64
+_FEW = 16384  # rows that are not worth a second thread
+_SAMPLE = 1024  # slots that tell where most rows are
+_SUMMED = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Returns zeros that XLA reads where they are: it copies what is not at a multiple of 64 bytes."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + size].view(dtype).reshape(shape)
+
+
+def is_aligned(array: NDArray[Any]) -> bool:
+    """Returns whether an array lies as those of `aligned` do."""
+    return array.flags.c_contiguous and array.ctypes.data % _ALIGNMENT == 0
+
+
+def take_rows(table: NDArray[Any], ids: NDArray[np.int64], out: NDArray[Any]) -> None:
+    """Copies rows of a table. **Arguments:** `table`: `[V, …]`. `ids`: `[m]`, of its rows. `out`: `[m, …]`."""
+    if (binding := compiled()) is None:
+        np.take(table, ids, axis=0, out=out, mode="clip")  # not "raise", which would copy them once more
+    else:
+        binding.take(table, ids, out)
+
+
+def put_rows(table: NDArray[Any], ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
+    """Undoes `take_rows`: copies rows into a table."""
+    if (binding := compiled()) is None:
+        table[ids] = rows
+    else:
+        binding.put(table, ids, np.ascontiguousarray(rows))
+
+
+def sums_on_host(platform: str, dtype: Any) -> bool:
+    """Returns whether the gradients of equal ids are summed here, and not by devices.
+
+    CPU devices have them in this memory already, and XLA adds rows one after the other; from others all rows would
+    cross, where sums are fewer.
+    """
+    return platform == "cpu" and np.dtype(dtype) in _SUMMED
+
+
+def sum_rows(rows: NDArray[Any], slots: NDArray[np.int32], out: NDArray[Any], threads: Executor | None = None) -> None:
+    """Sums rows of the same slot, in their order, as `jax.ops.segment_sum` does.
+
+    **Arguments:** `rows`: `[n, D]`, of 4 or 8 bytes a number. `slots`: `[n]`, of `out`. `out`: `[m, D]`; it is
+    overwritten. `threads`: share this; None is the caller's.
+    """
+    if (binding := compiled()) is None:
+        out[:] = 0
+        np.add.at(out, slots, rows)
+        return
+    given = np.ascontiguousarray(rows), slots, out, rows.shape[1], rows.itemsize
+    if threads is None or len(slots) < _FEW:
+        binding.sum(*given, 0, len(out))
+    else:
+        borders = _borders(slots, len(out), usable_cores())
+        for _ in threads.map(lambda part: binding.sum(*given, *part), itertools.pairwise(borders)):
+            pass
+
+
+def _borders(slots: NDArray[np.int32], count: int, num_parts: int) -> list[int]:
+    """Returns where to cut slots into ranges of as many rows each, as a sample has them."""
+    sample = np.sort(slots[:: max(1, len(slots) // _SAMPLE)])
+    inner = [int(sample[len(sample) * part // num_parts]) for part in range(1, num_parts)]
+    return [0, *(min(max(border, 0), count) for border in inner), count]
+
+
+@cache
+def compiled() -> ModuleType | None:
+    """Returns what is compiled, or None where it is not: NumPy then does the same in more time."""
+    try:
+        return importlib.import_module("braidax.parallel.served.rows_binding")
+    except ImportError:
+        return None

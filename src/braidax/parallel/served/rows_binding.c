@@ -1,0 +1,129 @@
+/* Moves rows of tables for braidax.parallel.served.row_memory; rows_binding.pyi says what Python sees of it.
+ *
+ * Rows lie anywhere in a table that no cache holds: while one is copied, the ones that follow are on their way. */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+
+#include <stdint.h>
+#include <string.h>
+
+#define AHEAD 12     /* rows that are on their way */
+#define LINE 64      /* bytes of a cache line */
+#define MOST_LINES 8 /* of a row that are asked for; the hardware brings what follows */
+
+static inline void ask_for(const char *row, size_t width, int to_write) {
+    size_t end = width < MOST_LINES * LINE ? width : MOST_LINES * LINE;
+    for (size_t at = 0; at < end; at += LINE) {
+        if (to_write) __builtin_prefetch(row + at, 1);
+        else __builtin_prefetch(row + at, 0);
+    }
+}
+
+static inline void copy(char *to, const char *from, size_t width) {
+    if (width == 4) memcpy(to, from, 4); /* what optimizers keep of a row */
+    else if (width == 8) memcpy(to, from, 8);
+    else memcpy(to, from, width);
+}
+
+/* Copies rows from the table, or to it. Returns whether all ids are of its rows. */
+static int move(char *table, size_t num_rows, const int64_t *ids, size_t count, char *rows, size_t width, int to_table) {
+    for (size_t i = 0; i < count; i++)
+        if ((uint64_t)ids[i] >= num_rows) return 0;
+    for (size_t i = 0; i < count; i++) {
+        if (i + AHEAD < count) ask_for(table + (size_t)ids[i + AHEAD] * width, width, to_table);
+        char *one = table + (size_t)ids[i] * width;
+        if (to_table) copy(one, rows + i * width, width);
+        else copy(rows + i * width, one, width);
+    }
+    return 1;
+}
+
+static PyObject *moved(PyObject *arguments, const char *format, int to_table) {
+    Py_buffer table, ids, rows;
+    if (!PyArg_ParseTuple(arguments, format, &table, &ids, &rows)) return NULL;
+    size_t count = (size_t)ids.len / 8, width = count ? (size_t)rows.len / count : 0;
+    int valid = ids.len % 8 == 0 && (size_t)rows.len == count * width && (!width || (size_t)table.len % width == 0);
+    if (valid && width) {
+        Py_BEGIN_ALLOW_THREADS
+        valid = move(table.buf, (size_t)table.len / width, ids.buf, count, rows.buf, width, to_table);
+        Py_END_ALLOW_THREADS
+    }
+    if (!valid) PyErr_SetString(PyExc_ValueError, "expected a row for each id, and ids of rows of the table");
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&ids);
+    PyBuffer_Release(&rows);
+    if (!valid) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *take(PyObject *self, PyObject *arguments) {
+    (void)self;
+    return moved(arguments, "y*y*w*", 0);
+}
+
+static PyObject *put(PyObject *self, PyObject *arguments) {
+    (void)self;
+    return moved(arguments, "w*y*y*", 1);
+}
+
+/* Adds rows to the sums of [first, end), in the order of the rows. Returns whether all slots are of sums. */
+#define SUM(type)                                                                                             \
+    static int sum_##type(const type *rows, const int32_t *slots, size_t count, type *sums, size_t num_sums,  \
+                          size_t width, size_t first, size_t end) {                                           \
+        size_t bytes = width * sizeof(type);                                                                  \
+        memset(sums + first * width, 0, (end - first) * bytes);                                               \
+        for (size_t i = 0; i < count; i++) {                                                                  \
+            size_t slot = (uint32_t)slots[i], coming = i + AHEAD < count ? (uint32_t)slots[i + AHEAD] : end;   \
+            if (slot >= num_sums) return 0;                                                                   \
+            if (coming >= first && coming < end) {                                                            \
+                ask_for((const char *)(sums + coming * width), bytes, 1);                                     \
+                ask_for((const char *)(rows + (i + AHEAD) * width), bytes, 0);                                \
+            }                                                                                                 \
+            if (slot < first || slot >= end) continue;                                                        \
+            type *restrict sum = sums + slot * width;                                                         \
+            const type *restrict row = rows + i * width;                                                      \
+            for (size_t at = 0; at < width; at++) sum[at] += row[at];                                         \
+        }                                                                                                     \
+        return 1;                                                                                             \
+    }
+
+SUM(float)
+SUM(double)
+
+static PyObject *sum(PyObject *self, PyObject *arguments) {
+    (void)self;
+    Py_buffer rows, slots, sums;
+    unsigned width, size, first, end; /* numbers in a row, bytes of one, and which sums are this call's */
+    if (!PyArg_ParseTuple(arguments, "y*y*w*IIII", &rows, &slots, &sums, &width, &size, &first, &end)) return NULL;
+    size_t count = (size_t)slots.len / 4, bytes = (size_t)width * size;
+    int valid = bytes && (size == 4 || size == 8) && slots.len % 4 == 0 && (size_t)rows.len == count * bytes &&
+                (size_t)sums.len % bytes == 0 && first <= end && end <= (size_t)sums.len / bytes;
+    if (valid) {
+        size_t num_sums = (size_t)sums.len / bytes;
+        Py_BEGIN_ALLOW_THREADS
+        valid = size == 4 ? sum_float(rows.buf, slots.buf, count, sums.buf, num_sums, width, first, end)
+                          : sum_double(rows.buf, slots.buf, count, sums.buf, num_sums, width, first, end);
+        Py_END_ALLOW_THREADS
+    }
+    if (!valid) PyErr_SetString(PyExc_ValueError, "expected a row of 4 or 8 byte numbers for each slot, and slots of sums");
+    PyBuffer_Release(&rows);
+    PyBuffer_Release(&slots);
+    PyBuffer_Release(&sums);
+    if (!valid) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"take", take, METH_VARARGS, NULL},
+    {"put", put, METH_VARARGS, NULL},
+    {"sum", sum, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "rows_binding", .m_size = 0, .m_methods = functions,
+};
+
+PyMODINIT_FUNC PyInit_rows_binding(void) { return PyModule_Create(&module_definition); }

@@ -1,0 +1,19 @@
+"""Moves rows of tables in C. Raises `ValueError` for buffers that do not fit."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+def take(table: NDArray[Any], ids: NDArray[np.int64], rows: NDArray[Any], /) -> None: ...
+def put(table: NDArray[Any], ids: NDArray[np.int64], rows: NDArray[Any], /) -> None: ...
+def sum(
+    rows: NDArray[Any],
+    slots: NDArray[np.int32],
+    sums: NDArray[Any],
+    width: int,
+    size: int,
+    first: int,
+    end: int,
+    /,
+) -> None: ...

@@ -1,0 +1,114 @@
+"""Rows in host memory: what C and NumPy do alike, to the bit, and what C refuses."""
+
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from braidax.parallel.served import row_memory
+from braidax.parallel.served.row_memory import aligned, is_aligned, put_rows, sum_rows, sums_on_host, take_rows
+
+SHAPES = [(), (1,), (2,), (3,), (64,), (257,), (2, 5)]  # of a row
+DTYPES = [np.float32, np.float64, jnp.bfloat16, np.int8, np.bool_]
+
+
+@pytest.fixture(params=["C", "NumPy"])
+def made_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "NumPy":
+        monkeypatch.setattr(row_memory, "compiled", lambda: None)
+    else:
+        assert row_memory.compiled() is not None
+    return request.param
+
+
+@pytest.fixture
+def threads() -> Iterator[Executor]:
+    with ThreadPoolExecutor(3) as made:
+        yield made
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("made_by")
+def test_rows_are_taken_and_put_back(shape: tuple[int, ...], dtype: Any) -> None:
+    random = np.random.default_rng(0)
+    table = random.normal(size=(50, *shape)).astype(dtype)
+    for ids in (np.array([], np.int64), np.array([49, 0, 7]), random.permutation(50)[:40]):
+        out = np.ones((len(ids), *shape), dtype)
+        take_rows(table, ids, out)
+        np.testing.assert_array_equal(out, table[ids])
+        changed = table.copy()
+        put_rows(changed, ids, np.zeros_like(out))
+        expected = table.copy()
+        expected[ids] = 0
+        np.testing.assert_array_equal(changed, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("count", "num_slots"), [(0, 1), (5, 1), (300, 40), (40_000, 3), (40_000, 9_000)])
+@pytest.mark.usefixtures("made_by")
+def test_sums_are_those_of_jax(count: int, num_slots: int, dtype: Any, threads: Executor) -> None:
+    """To the bit: rows of a slot are added in their order, however many threads there are."""
+    random = np.random.default_rng(1)
+    slots = (random.zipf(1.05, count) % num_slots).astype(np.int32)
+    rows = random.normal(size=(count, 7)).astype(dtype)
+    with jax.enable_x64(dtype is np.float64):
+        expected = np.asarray(jax.ops.segment_sum(jnp.asarray(rows), jnp.asarray(slots), num_slots))
+    for given in (None, threads):
+        out = np.full((num_slots, 7), 9, dtype)
+        sum_rows(rows, slots, out, given)
+        np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("slot", [0, 5, 6])
+def test_threads_share_rows_of_which_most_have_one_slot(slot: int, threads: Executor) -> None:
+    slots = np.full(20_000, slot, np.int32)
+    slots[::100] = np.arange(200) % 7
+    out = np.empty((7, 2), np.float32)
+    sum_rows(np.ones((20_000, 2), np.float32), slots, out, threads)
+    np.testing.assert_array_equal(out, np.repeat(np.bincount(slots, minlength=7)[:, None], 2, 1))
+
+
+def test_c_refuses_what_would_leave_its_buffers() -> None:
+    binding: Any = row_memory.compiled()
+    assert binding is not None
+    table, row, ids = np.zeros((4, 3), np.float32), np.ones((1, 3), np.float32), np.array([1])
+    for at in (-1, 4, 1 << 40):
+        for call in (take_rows, put_rows):
+            with pytest.raises(ValueError, match="ids of rows of the table"):
+                call(table, np.array([at]), row)
+    for call in (binding.take, binding.put):
+        with pytest.raises(ValueError, match="a row for each id"):
+            call(table, ids, np.zeros(5, np.float32))
+    sums = np.zeros((2, 3), np.float32)
+    for slot in (-1, 2):
+        with pytest.raises(ValueError, match="slots of sums"):
+            sum_rows(row, np.array([slot], np.int32), sums)
+    slots = np.zeros(1, np.int32)
+    for wrong in ((row, slots, sums, 3, 2, 0, 2), (row, slots, sums, 0, 4, 0, 2), (row, slots, sums, 3, 4, 0, 3)):
+        with pytest.raises(ValueError, match="slots of sums"):
+            binding.sum(*wrong)
+    for wrong in ((row, slots, sums, 3, 4, 2, 1), (row[:0], slots, sums, 3, 4, 0, 2), (row, slots, sums, 4, 4, 0, 1)):
+        with pytest.raises(ValueError, match="slots of sums"):
+            binding.sum(*wrong)
+    assert not table.any()
+    assert not sums.any()
+
+
+def test_memory_lies_where_xla_reads_it_in_place() -> None:
+    made = aligned((5, 3), np.float32)
+    assert (made.shape, made.dtype, made.any(), is_aligned(made)) == ((5, 3), np.float32, False, True)
+    assert not is_aligned(made[1:])
+    assert not is_aligned(made[:, :2])
+
+
+def test_only_cpu_devices_leave_sums_to_the_host() -> None:
+    """And those of numbers that C adds."""
+    assert sums_on_host("cpu", np.float32)
+    assert sums_on_host("cpu", np.float64)
+    assert not sums_on_host("cpu", jnp.bfloat16)
+    assert not sums_on_host("gpu", np.float32)
