@@ -54,7 +54,7 @@ clean:  ## Remove the environment, build outputs and caches; data, checkpoints a
 	@touch $@
 
 # An install is repeated only when pyproject.toml, or what is compiled while installing, has changed.
-COMPILED := hatch_build.py $(wildcard src/braidax/comm/transports/*.c src/braidax/comm/transports/*.h)
+COMPILED := hatch_build.py $(wildcard src/braidax/*/*/*.c src/braidax/*/*/*.h)
 
 .venv/stamp-demo: .venv/stamp-python pyproject.toml $(COMPILED)
 	$(INSTALL) --editable '.[tasks]'
