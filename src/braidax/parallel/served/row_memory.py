@@ -15,7 +15,6 @@ from braidax.cores import usable_cores
 
 _ALIGNMENT = 64
 _FEW = 16384  # rows that are not worth a second thread
-_SAMPLE = 1024  # slots that tell where most rows are
 _SUMMED = (np.dtype(np.float32), np.dtype(np.float64))
 
 
@@ -67,20 +66,15 @@ def sum_rows(rows: NDArray[Any], slots: NDArray[np.int32], out: NDArray[Any], th
         out[:] = 0
         np.add.at(out, slots, rows)
         return
-    given = np.ascontiguousarray(rows), slots, out, rows.shape[1], rows.itemsize
-    if threads is None or len(slots) < _FEW:
-        binding.sum(*given, 0, len(out))
-    else:
-        borders = _borders(slots, len(out), usable_cores())
+    width, own = rows.shape[1], _ALIGNMENT // rows.itemsize
+    given = np.ascontiguousarray(rows), slots, out, width, rows.itemsize
+    num_parts = 1 if threads is None or len(slots) < _FEW else min(usable_cores(), width // own)
+    if threads is None or num_parts <= 1:
+        binding.sum(*given, 0, width)
+    else:  # each adds columns, all as many, and no two write into one line of a cache
+        borders = [*(width // own * part // num_parts * own for part in range(num_parts)), width]
         for _ in threads.map(lambda part: binding.sum(*given, *part), itertools.pairwise(borders)):
             pass
-
-
-def _borders(slots: NDArray[np.int32], count: int, num_parts: int) -> list[int]:
-    """Returns where to cut slots into ranges of as many rows each, as a sample has them."""
-    sample = np.sort(slots[:: max(1, len(slots) // _SAMPLE)])
-    inner = [int(sample[len(sample) * part // num_parts]) for part in range(1, num_parts)]
-    return [0, *(min(max(border, 0), count) for border in inner), count]
 
 
 @cache

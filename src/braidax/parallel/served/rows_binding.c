@@ -68,25 +68,24 @@ static PyObject *put(PyObject *self, PyObject *arguments) {
     return moved(arguments, "w*y*y*", 1);
 }
 
-/* Adds rows to the sums of [first, end), in the order of the rows. Returns whether all slots are of sums. */
-#define SUM(type)                                                                                             \
-    static int sum_##type(const type *rows, const int32_t *slots, size_t count, type *sums, size_t num_sums,  \
-                          size_t width, size_t first, size_t end) {                                           \
-        size_t bytes = width * sizeof(type);                                                                  \
-        memset(sums + first * width, 0, (end - first) * bytes);                                               \
-        for (size_t i = 0; i < count; i++) {                                                                  \
-            size_t slot = (uint32_t)slots[i], coming = i + AHEAD < count ? (uint32_t)slots[i + AHEAD] : end;   \
-            if (slot >= num_sums) return 0;                                                                   \
-            if (coming >= first && coming < end) {                                                            \
-                ask_for((const char *)(sums + coming * width), bytes, 1);                                     \
-                ask_for((const char *)(rows + (i + AHEAD) * width), bytes, 0);                                \
-            }                                                                                                 \
-            if (slot < first || slot >= end) continue;                                                        \
-            type *restrict sum = sums + slot * width;                                                         \
-            const type *restrict row = rows + i * width;                                                      \
-            for (size_t at = 0; at < width; at++) sum[at] += row[at];                                         \
-        }                                                                                                     \
-        return 1;                                                                                             \
+/* Adds some numbers of each row, [first, end), to those of its sum, row by row. Returns whether all slots are of sums. */
+#define SUM(type)                                                                                              \
+    static int sum_##type(const type *rows, const int32_t *slots, size_t count, type *sums, size_t num_sums,   \
+                          size_t width, size_t first, size_t end) {                                            \
+        size_t num = end - first, bytes = num * sizeof(type);                                                  \
+        rows += first;                                                                                         \
+        sums += first;                                                                                         \
+        for (size_t i = 0; i < num_sums; i++) memset(sums + i * width, 0, bytes);                              \
+        for (size_t i = 0; i < count; i++) {                                                                   \
+            size_t slot = (uint32_t)slots[i], coming = i + AHEAD < count ? (uint32_t)slots[i + AHEAD] : 0;      \
+            if (slot >= num_sums) return 0;                                                                    \
+            if (coming < num_sums) ask_for((const char *)(sums + coming * width), bytes, 1);                   \
+            if (i + AHEAD < count) ask_for((const char *)(rows + (i + AHEAD) * width), bytes, 0);              \
+            type *restrict sum = sums + slot * width;                                                          \
+            const type *restrict row = rows + i * width;                                                       \
+            for (size_t at = 0; at < num; at++) sum[at] += row[at];                                            \
+        }                                                                                                      \
+        return 1;                                                                                              \
     }
 
 SUM(float)
@@ -95,11 +94,11 @@ SUM(double)
 static PyObject *sum(PyObject *self, PyObject *arguments) {
     (void)self;
     Py_buffer rows, slots, sums;
-    unsigned width, size, first, end; /* numbers in a row, bytes of one, and which sums are this call's */
+    unsigned width, size, first, end; /* numbers in a row, bytes of one, and which are this call's */
     if (!PyArg_ParseTuple(arguments, "y*y*w*IIII", &rows, &slots, &sums, &width, &size, &first, &end)) return NULL;
     size_t count = (size_t)slots.len / 4, bytes = (size_t)width * size;
     int valid = bytes && (size == 4 || size == 8) && slots.len % 4 == 0 && (size_t)rows.len == count * bytes &&
-                (size_t)sums.len % bytes == 0 && first <= end && end <= (size_t)sums.len / bytes;
+                (size_t)sums.len % bytes == 0 && first <= end && end <= width;
     if (valid) {
         size_t num_sums = (size_t)sums.len / bytes;
         Py_BEGIN_ALLOW_THREADS
