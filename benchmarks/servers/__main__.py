@@ -1,16 +1,17 @@
 """Tables on servers: what a server computes beside FBGEMM, and steps beside tables on devices and whole gradients.
 
-All processes share the cores of one host, and messages its loopback: what a network makes of it is not measured yet.
+All processes share the cores of one machine. "links" gives each that trains a host of its own, a network namespace, and
+its link a bandwidth; it needs Linux, root and iproute2.
 """
 
 from benchmarks.harness import Report, arguments, models, run, say
 from benchmarks.servers.applying import apply_case
+from benchmarks.servers.linked import linked_case
 from benchmarks.servers.steps import step_case
 
-CASES = ("apply", "step")
-_LINKS, _BUILT = "no links of a bandwidth, and one worker so far", "not built yet"
+CASES = ("apply", "step", "links")
+_LINKS, _BUILT = "no such case over links so far", "not built yet"
 _LATER = {
-    "hybrid_dense": (">= 2.5", _LINKS),
     "hybrid_ps": (">= 1.2", _BUILT),
     "resnet_equal": (">= 0.97", _LINKS),
     "stall": ("<= 0.02", _LINKS),
@@ -40,6 +41,9 @@ def main() -> int:
         say("step")
         model = models.lm1b(20_000, 32, 64) if quick else models.lm1b(793_470, 128, 512)
         step_case(report, model, num_servers=1 if quick else 2, rounds=2 if quick else 6)
+    if "links" in wanted:
+        sizes = (20_000, 32, 32) if quick else (793_470, 128, 256)
+        linked_case(report, sizes, workers=2, gigabits=(10,) if quick else (10, 1), rounds=2 if quick else 4)
     for claim, (target, why) in _LATER.items():
         report.not_measured(claim, target, why)
     return report.finish()

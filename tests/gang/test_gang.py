@@ -83,7 +83,7 @@ class _Threads(Ranks):
 
 class _Gang(Gang):
     def __init__(self, size: int, patience: Mapping[int, float], timeout_seconds: float) -> None:
-        super().__init__(size, job="j", timeout_seconds=timeout_seconds)
+        super().__init__(size, job="j", timeout_seconds=timeout_seconds, transport="tcp")
         self.patience = patience
 
     def _begin(self, deadline: float) -> Ranks:

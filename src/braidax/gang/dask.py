@@ -59,14 +59,16 @@ class DaskGang(ClusterGang):
             raise ArgumentError(f"{client=}: expected a distributed.Client that is not asynchronous")
         self.client = client
         self._allowed = None if workers is None else frozenset(workers)
-        self._transport = transport
         self._timeout_seconds = timeout_seconds
         self._workers: list[str] = []
         there = len(self._there())
         if size is None and not there:
             raise GangError(f"size=None takes all workers, and there are none: {self._cluster()}; add workers")
         super().__init__(
-            there if size is None else size, job=f"dask-{secrets.token_hex(8)}", timeout_seconds=timeout_seconds
+            there if size is None else size,
+            job=f"dask-{secrets.token_hex(8)}",
+            timeout_seconds=timeout_seconds,
+            transport=transport,
         )
 
     @property
@@ -90,7 +92,7 @@ class DaskGang(ClusterGang):
 
     def _begin(self, deadline: float) -> Ranks:
         self._workers = self._chosen(deadline, self._all)
-        member = {"transport": self._transport, "timeout_seconds": self._timeout_seconds}
+        member = {"transport": self.transport, "timeout_seconds": self._timeout_seconds}
         return _DaskRanks(self.client, self._workers, self._chosen, self._job, member, deadline)
 
     def _close(self) -> None:

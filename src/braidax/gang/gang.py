@@ -31,16 +31,17 @@ class Gang(ABC):
     gang. One thread starts, restarts and stops it; any thread may call the rest.
 
     **Arguments:** `size`: the number of ranks. `job`: the name of the job, without `/`. `timeout_seconds`: how long all
-    ranks together may take to start and to meet.
+    ranks together may take to start and to meet. `transport`: what carries the ranks' messages.
     """
 
-    def __init__(self, size: int, *, job: str, timeout_seconds: float) -> None:
+    def __init__(self, size: int, *, job: str, timeout_seconds: float, transport: str) -> None:
         if size < 1:
             raise ArgumentError(f"{size=}: expected at least 1 rank")
         if not timeout_seconds > 0:
             raise ArgumentError(f"{timeout_seconds=}: expected seconds > 0")
         self._size = size
         self._job = job
+        self._transport = transport
         self._start_seconds = timeout_seconds
         self._worlds = Worlds(job, size, timeout_seconds)
         self._ranks: Ranks | None = None
@@ -72,6 +73,12 @@ class Gang(ABC):
     def job(self) -> str:
         """The name of the job."""
         return self._job
+
+    @property
+    @final
+    def transport(self) -> str:
+        """What carries the ranks' messages, such as "tcp"."""
+        return self._transport
 
     @property
     @final

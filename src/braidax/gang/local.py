@@ -80,7 +80,7 @@ class LocalGang(Gang):
         tuning: Tuning = DEFAULT,
     ) -> None:
         job = f"local-{os.getpid()}-{secrets.token_hex(4)}"
-        super().__init__(size, job=job, timeout_seconds=timeout_seconds)
+        super().__init__(size, job=job, timeout_seconds=timeout_seconds, transport=transport)
         if not 0 <= grace_seconds < math.inf:
             raise ArgumentError(f"{grace_seconds=}: expected a finite number of seconds >= 0")
         if tuning.tls is not None:

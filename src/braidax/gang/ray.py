@@ -71,7 +71,7 @@ class RayGang(ClusterGang):
         environment: Mapping[str, str] | None = None,
         timeout_seconds: float = 60.0,
     ) -> None:
-        super().__init__(size, job=f"ray-{secrets.token_hex(8)}", timeout_seconds=timeout_seconds)
+        super().__init__(size, job=f"ray-{secrets.token_hex(8)}", timeout_seconds=timeout_seconds, transport=transport)
         asked = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         for name, amount in (resources or {}).items():
             if name in ("CPU", "GPU"):

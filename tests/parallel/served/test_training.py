@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import braidax.parallel as bx
+from braidax.comm.transports.ucx import UcxTransport
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
 from tests.parallel.models import assert_close, copied, make_mesh, single_device, specs
@@ -70,6 +71,12 @@ def test_every_optimizer(gang: LocalGang, optimizer: str) -> None:
             "params/table": {"served"},
         }
         assert_as_on_one_device(step, pooled, OPTIMIZERS[optimizer], ahead=2)
+
+
+def test_rows_travel_by_the_transport_of_the_gang() -> None:
+    with LocalGang(2, transport="ucx") as gang, make_step(pooled, OPTIMIZERS["adam"], gang) as step:
+        assert isinstance(step._servers._world._progress._transport, UcxTransport)
+        assert_as_on_one_device(step, pooled, OPTIMIZERS["adam"], ahead=2)
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param("adagrad", marks=SLOW), "momentum"])

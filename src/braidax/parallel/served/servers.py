@@ -52,9 +52,10 @@ class Servers:
 
     All processes of a run have one of these; where that says so, all call a method at the same time.
 
-    **Arguments:** `gang`: which runs; its ranks do nothing else meanwhile. None in all processes but the first.
-    `forms`: of the tables, by name. `staleness`: how many updates a process may be ahead of another. `copies`:
-    how many servers have each part of a table. `transport`: of the messages. `timeout_seconds`: the limit of each wait.
+    **Arguments:** `gang`: which runs; its ranks do nothing else meanwhile, and its transport carries what these are
+    asked. None in all processes but the first. `forms`: of the tables, by name. `staleness`: how many updates a process
+    may be ahead of another. `copies`: how many servers have each part of a table. `timeout_seconds`: the limit of each
+    wait.
 
     **Raises:** as `Gang.submit`, and as `comm.connect`.
     """
@@ -66,7 +67,6 @@ class Servers:
         *,
         staleness: int = 0,
         copies: int = 1,
-        transport: str = "tcp",
         timeout_seconds: float = 120.0,
     ) -> None:
         self._forms, self._num_workers, self._worker = forms, jax.process_count(), jax.process_index()
@@ -80,7 +80,7 @@ class Servers:
                     f"copies={copies} of Served, and the gang has {gang.size} ranks: expected as many servers at least"
                 )
             with begin_meeting(
-                gang.hosts, transport=transport, timeout_seconds=timeout_seconds, others=others
+                gang.hosts, transport=gang.transport, timeout_seconds=timeout_seconds, others=others
             ) as meeting:
                 serving = gang.submit(serve, meeting, self._num_workers, copies)
                 try:

@@ -5,11 +5,15 @@ Needs Linux, root and iproute2. Nothing of this machine's own network is touched
 
 import os
 import secrets
+import shutil
+import socket
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import final
 
 _TIMEOUT_SECONDS = 30.0
+_OWN_FILES = Path("/etc/netns")  # files of `/etc`, by namespace, as iproute2 shows them to what runs there
 
 
 @final
@@ -25,6 +29,7 @@ class Network:
         self.hosts = [f"{name}-{host}" for host in range(num_hosts)]
         self.addresses = [f"10.77.0.{host + 1}" for host in range(num_hosts)]
         self._made: list[str] = []
+        self._folders: list[Path] = []
         try:
             self._make(self._switch)
             self._ip(self._switch, "link", "add", "switch", "type", "bridge")
@@ -53,9 +58,23 @@ class Network:
         """Plugs it in again."""
         self._ip(self._switch, "link", "set", self._port(self.hosts[host]), "up")
 
+    def name_hosts(self) -> None:
+        """Lets programs that ask for the address of their host's name, as gloo does, find that of `eth0`."""
+        for host, address in zip(self.hosts, self.addresses, strict=True):
+            folder = _OWN_FILES / host
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+            self._folders.append(folder)
+
+    def sent(self, host: int) -> int:
+        """Returns the bytes that a host has sent, as the kernel counts them."""
+        path = "/sys/class/net/eth0/statistics/tx_bytes"
+        return int(_run([*self.prefix(host), "cat", path]))
+
     def limit(self, host: int, bits_per_second: int) -> None:
         """Lets a host send no quicker."""
-        rate = ["rate", f"{bits_per_second}bit", "burst", "256kb", "latency", "100ms"]
+        burst = max(256_000, bits_per_second // 8 // 200)  # what may go out between two ticks of a clock of 250 Hz
+        rate = ["rate", f"{bits_per_second}bit", "burst", f"{burst}b", "latency", "100ms"]
         _run(["tc", "-n", self.hosts[host], "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate])
 
     def swallow(self, host: int, other: int) -> None:
@@ -68,7 +87,9 @@ class Network:
             for pid in _run(["ip", "netns", "pids", name]).split():
                 _run(["kill", "-9", pid])
             _run(["ip", "netns", "del", name])
-        self._made = []
+        for folder in self._folders:
+            shutil.rmtree(folder)
+        self._made, self._folders = [], []
 
     def __enter__(self) -> "Network":
         return self
