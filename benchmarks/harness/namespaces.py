@@ -63,8 +63,8 @@ class Network:
         for host, address in zip(self.hosts, self.addresses, strict=True):
             folder = _OWN_FILES / host
             folder.mkdir(parents=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
             self._folders.append(folder)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
 
     def sent(self, host: int) -> int:
         """Returns the bytes that a host has sent, as the kernel counts them."""

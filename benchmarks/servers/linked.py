@@ -4,13 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from functools import partial
 from typing import final
 
 from benchmarks.harness import Report, models, say, take_turns
 from benchmarks.harness.namespaces import Network, reason_against
-from benchmarks.servers.link_worker import DENSE, NUM_BATCHES, ROWS, SERVERS
+from benchmarks.servers.link_worker import NUM_BATCHES
+from benchmarks.servers.steps import DENSE, ROWS, SERVERS
 
 _PORT = 47_771  # of hosts that nobody else is on
 _GIGABIT = 1_000_000_000
@@ -57,7 +57,13 @@ class _Workers:
         given = {"coordinator": f"{network.addresses[0]}:{_PORT}", "size": size, "model": model, "servers": size}
         self._processes = [
             subprocess.Popen(
-                [*network.prefix(rank), sys.executable, "-m", "benchmarks.servers.link_worker", _worker(given, rank)],
+                [
+                    *network.prefix(rank),
+                    sys.executable,
+                    "-m",
+                    "benchmarks.servers.link_worker",
+                    json.dumps({**given, "rank": rank}),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -94,10 +100,6 @@ class _Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
+        for process in reversed(self._processes):  # who has the service that the others ask goes last
             process.kill()
             process.wait()
-
-
-def _worker(given: Mapping[str, object], rank: int) -> str:
-    return json.dumps({**given, "rank": rank})

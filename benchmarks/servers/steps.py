@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import jax
+import numpy as np
 
 import braidax as bx
 from benchmarks.harness import Report, models, take_turns
@@ -30,27 +31,34 @@ def step_case(report: Report, model: models.Model, *, num_servers: int, rounds: 
         for name, strategy in strategies.items():
             served = isinstance(strategy, bx.Hybrid) and strategy.tables != "rows"
             gang = stack.enter_context(LocalGang(num_servers)) if served else None
-            made: Any = bx.parallelize(
-                lambda params, batch, key: model.loss(params, batch, key, {})[0],
-                model.optimizer,
-                mesh,
-                {"data": strategy},
-                init=lambda key: model.init(key)[0],
-                batch=model.spec,
-                servers=gang,
-            )
-            step = stack.enter_context(made) if served else made
-            batches = [jax.device_put(model.batch(at), step.batch_shardings) for at in range(_NUM_BATCHES)]
-            systems[name] = _Steps(step, batches, tells=name in (AHEAD, LATE)).take
+            step = make_step(model, strategy, mesh, gang, stack)
+            systems[name] = Steps(step, model.batches(_NUM_BATCHES), tells=name in (AHEAD, LATE)).take
         for name, seconds in take_turns(systems, rounds=rounds).items():
             report.add(f"step, {model.name}", name, "time", "ms", [1e3 * one for one in seconds[1:]])
 
 
-class _Steps:
-    """Takes some steps, and returns what one of them took."""
+def make_step(
+    model: models.Model, strategy: Any, mesh: jax.sharding.Mesh, gang: LocalGang | None, stack: ExitStack
+) -> Any:
+    """Returns a step of a model without variables. **Arguments:** `gang`: has its tables. `stack`: closes it."""
+    made: Any = bx.parallelize(
+        lambda params, batch, key: model.loss(params, batch, key, {})[0],
+        model.optimizer,
+        mesh,
+        {"data": strategy},
+        init=lambda key: model.init(key)[0],
+        batch=model.spec,
+        servers=gang,
+    )
+    return stack.enter_context(made) if isinstance(made, AbstractContextManager) else made
 
-    def __init__(self, step: Any, batches: list[Any], *, tells: bool) -> None:
-        self._step, self._batches, self._tells = step, batches, tells
+
+class Steps:
+    """Takes some steps, and returns what one of them took. **Arguments:** `batches`: global ones, on the host."""
+
+    def __init__(self, step: Any, batches: list[Any], *, tells: bool = False) -> None:
+        self._step, self._tells = step, tells
+        self._batches = [jax.tree.map(_placed, batch, step.batch_shardings) for batch in batches]
         self._state = step.init(jax.random.key(0))
         self._take_all()
 
@@ -68,3 +76,8 @@ class _Steps:
             self._state, metrics = self._step.update(self._state, batch, **told)
         self._step.finish()
         jax.block_until_ready((self._state, metrics))
+
+
+def _placed(array: Any, sharding: Any) -> jax.Array:
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

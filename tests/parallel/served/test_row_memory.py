@@ -37,7 +37,7 @@ def threads() -> Iterator[Executor]:
 def test_rows_are_taken_and_put_back(shape: tuple[int, ...], dtype: Any) -> None:
     random = np.random.default_rng(0)
     table = random.normal(size=(50, *shape)).astype(dtype)
-    for ids in (np.array([], np.int64), np.array([49, 0, 7]), random.permutation(50)[:40]):
+    for ids in (np.array([], np.int64), np.array([49, 0, 7], np.int32), random.permutation(50)[:40]):
         out = np.ones((len(ids), *shape), dtype)
         take_rows(table, ids, out)
         np.testing.assert_array_equal(out, table[ids])
@@ -84,7 +84,10 @@ def test_c_refuses_what_would_leave_its_buffers() -> None:
                 call(table, np.array([at]), row)
     for call in (binding.take, binding.put):
         with pytest.raises(ValueError, match="a row for each id"):
-            call(table, ids, np.zeros(5, np.float32))
+            call(table, ids, np.zeros(5, np.float32), 12)
+    for call in (take_rows, put_rows):  # rows of another table, which would fit twice as many
+        with pytest.raises(ValueError, match="a row for each id"):
+            call(np.zeros((4, 4), np.float32), ids, np.ones((1, 2), np.float32))
     sums = np.zeros((2, 3), np.float32)
     for slot in (-1, 2):
         with pytest.raises(ValueError, match="slots of sums"):

@@ -1,6 +1,5 @@
 """Messages over TCP sockets: one for each pair of ranks, both ways."""
 
-import importlib
 import os
 import socket
 import time
@@ -8,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, final
 
+from braidax.bindings import import_binding
 from braidax.comm.transports.schedules import BindingSchedules, disagree
 from braidax.comm.transports.tcp_link import lost
 from braidax.comm.transports.tcp_worker import TcpWorker
@@ -130,7 +130,4 @@ def _fail(
 
 def _binding() -> Any:
     """Returns the binding in C, or None where braidax was installed without a compiler."""
-    try:
-        return importlib.import_module("braidax.comm.transports.tcp_binding")
-    except ImportError:
-        return None
+    return import_binding("braidax.comm.transports.tcp_binding")

@@ -1,6 +1,5 @@
 """Rows of a table into many parts: where each goes, and all columns in one pass over the rows each."""
 
-import importlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.bindings import import_binding
 from braidax.extras import import_pyarrow
 from braidax.frame.moving.threads import each
 from braidax.frame.polars import pl
@@ -154,7 +154,4 @@ def _needed() -> ModuleType:
 @cache
 def compiled() -> ModuleType | None:
     """Returns what is compiled, or None where it is not: NumPy and Polars then do the same in more time."""
-    try:
-        return importlib.import_module("braidax.frame.moving.scatter_binding")
-    except ImportError:
-        return None
+    return import_binding("braidax.frame.moving.scatter_binding")

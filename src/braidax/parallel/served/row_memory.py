@@ -1,6 +1,5 @@
 """Rows in host memory, copied and summed in C where it was compiled, without Python's lock."""
 
-import importlib
 import itertools
 import math
 from concurrent.futures import Executor
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.bindings import import_binding
 from braidax.cores import usable_cores
 
 _ALIGNMENT = 64
@@ -31,20 +31,28 @@ def is_aligned(array: NDArray[Any]) -> bool:
     return array.flags.c_contiguous and array.ctypes.data % _ALIGNMENT == 0
 
 
-def take_rows(table: NDArray[Any], ids: NDArray[np.int64], out: NDArray[Any]) -> None:
+def take_rows(table: NDArray[Any], ids: NDArray[np.integer[Any]], out: NDArray[Any]) -> None:
     """Copies rows of a table. **Arguments:** `table`: `[V, …]`. `ids`: `[m]`, of its rows. `out`: `[m, …]`."""
     if (binding := compiled()) is None:
         np.take(table, ids, axis=0, out=out, mode="clip")  # not "raise", which would copy them once more
     else:
-        binding.take(table, ids, out)
+        binding.take(table, _int64(ids), out, _row_bytes(table))
 
 
-def put_rows(table: NDArray[Any], ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
+def put_rows(table: NDArray[Any], ids: NDArray[np.integer[Any]], rows: NDArray[Any]) -> None:
     """Undoes `take_rows`: copies rows into a table."""
     if (binding := compiled()) is None:
         table[ids] = rows
     else:
-        binding.put(table, ids, np.ascontiguousarray(rows))
+        binding.put(table, _int64(ids), np.ascontiguousarray(rows, table.dtype), _row_bytes(table))
+
+
+def _int64(ids: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    return np.require(ids, np.int64, ["C_CONTIGUOUS", "ALIGNED"])
+
+
+def _row_bytes(table: NDArray[Any]) -> int:
+    return table.itemsize * math.prod(table.shape[1:])
 
 
 def sums_on_host(platform: str, dtype: Any) -> bool:
@@ -66,8 +74,8 @@ def sum_rows(rows: NDArray[Any], slots: NDArray[np.int32], out: NDArray[Any], th
         out[:] = 0
         np.add.at(out, slots, rows)
         return
-    width, own = rows.shape[1], _ALIGNMENT // rows.itemsize
-    given = np.ascontiguousarray(rows), slots, out, width, rows.itemsize
+    width, own = out.shape[1], _ALIGNMENT // out.itemsize
+    given = np.ascontiguousarray(rows, out.dtype), slots, out, width, out.itemsize
     num_parts = 1 if threads is None or len(slots) < _FEW else min(usable_cores(), width // own)
     if threads is None or num_parts <= 1:
         binding.sum(*given, 0, width)
@@ -80,7 +88,4 @@ def sum_rows(rows: NDArray[Any], slots: NDArray[np.int32], out: NDArray[Any], th
 @cache
 def compiled() -> ModuleType | None:
     """Returns what is compiled, or None where it is not: NumPy then does the same in more time."""
-    try:
-        return importlib.import_module("braidax.parallel.served.rows_binding")
-    except ImportError:
-        return None
+    return import_binding("braidax.parallel.served.rows_binding")

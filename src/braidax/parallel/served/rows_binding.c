@@ -42,10 +42,11 @@ static int move(char *table, size_t num_rows, const int64_t *ids, size_t count, 
 
 static PyObject *moved(PyObject *arguments, const char *format, int to_table) {
     Py_buffer table, ids, rows;
-    if (!PyArg_ParseTuple(arguments, format, &table, &ids, &rows)) return NULL;
-    size_t count = (size_t)ids.len / 8, width = count ? (size_t)rows.len / count : 0;
-    int valid = ids.len % 8 == 0 && (size_t)rows.len == count * width && (!width || (size_t)table.len % width == 0);
-    if (valid && width) {
+    unsigned width; /* bytes of a row */
+    if (!PyArg_ParseTuple(arguments, format, &table, &ids, &rows, &width)) return NULL;
+    size_t count = (size_t)ids.len / 8;
+    int valid = width && ids.len % 8 == 0 && (size_t)rows.len == count * width && (size_t)table.len % width == 0;
+    if (valid) {
         Py_BEGIN_ALLOW_THREADS
         valid = move(table.buf, (size_t)table.len / width, ids.buf, count, rows.buf, width, to_table);
         Py_END_ALLOW_THREADS
@@ -60,12 +61,12 @@ static PyObject *moved(PyObject *arguments, const char *format, int to_table) {
 
 static PyObject *take(PyObject *self, PyObject *arguments) {
     (void)self;
-    return moved(arguments, "y*y*w*", 0);
+    return moved(arguments, "y*y*w*I", 0);
 }
 
 static PyObject *put(PyObject *self, PyObject *arguments) {
     (void)self;
-    return moved(arguments, "w*y*y*", 1);
+    return moved(arguments, "w*y*y*I", 1);
 }
 
 /* Adds some numbers of each row, [first, end), to those of its sum, row by row. Returns whether all slots are of sums. */
