@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, final
@@ -23,6 +24,7 @@ from .server import described, serve
 from .wire import Message, packed, unpacked
 
 _log = logging.getLogger("braidax")
+_NOTICED_SECONDS = 10.0
 _BLOCK_BYTES = 16 << 20  # of a table that is read or written whole, a message
 
 
@@ -95,7 +97,7 @@ class Servers:
             self._world = meeting.join(meeting.num_servers + self._worker, self._num_workers)
         self.num_servers = meeting.num_servers
         self._run, self._closed = meeting.job, False
-        self._copies, self._lost = copies, set[int]()
+        self._gang, self._copies, self._lost = gang, copies, set[int]()
         self._pool = ThreadPoolExecutor(self.num_servers * copies, thread_name_prefix="braidax-ask")
         self._workers: Communicator | None = None
         fields, programs = described(forms)
@@ -344,6 +346,14 @@ class Servers:
                 self.meet()
         self._closed = True
         self._world.close()
+        self._let_gang_notice()
+
+    def _let_gang_notice(self) -> None:
+        """Returns when the gang has seen all losses that messages told of first: `Gang.replace` brings back what it
+        knows to be lost, and another run on the rest would wait for ranks that never come."""
+        deadline = time.monotonic() + _NOTICED_SECONDS
+        while self._gang is not None and not self._lost <= {*self._gang.lost} and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def check_gang(gang: Any) -> None:
