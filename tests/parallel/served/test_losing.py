@@ -114,5 +114,5 @@ def test_without_a_copy_it_ends_and_goes_on_from_the_checkpoint(tmp_path: Path) 
 
 
 def test_more_copies_than_servers() -> None:
-    with LocalGang(1) as gang, pytest.raises(ArgumentError, match="copies=2 of Served, and the gang has 1 ranks"):
+    with LocalGang(1) as gang, pytest.raises(ArgumentError, match="copies=2 of Served, and there are 1 servers"):
         make_step(gang, "adagrad")

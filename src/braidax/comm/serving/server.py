@@ -317,7 +317,7 @@ class Server:
 
     def _answer_late(self) -> None:
         """Answers what could not be at once, and can be now."""
-        self._ready = Operation(self._progress.world.rank)  # before they are looked at: what is ready behind that ends it
+        self._ready = Operation(self._progress.world.rank)  # what is ready behind this ends it
         done = [one for one in self._later if one.answer.done()]
         self._later = [one for one in self._later if not one.answer.done()]
         for one in done:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, final
 
@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
-from braidax.gang import Gang
-from braidax.program.coordination import coordination
 
 from .batch_rows import BatchRows
-from .meeting import begin_meeting, find_meeting
+from .joining import Joined
+from .on_servers.dense import DenseForm
+from .on_servers.server import described
 from .programs import JOINS, TableForm
-from .server import described, serve
 from .wire import Message, packed, unpacked
 
 _log = logging.getLogger("braidax")
@@ -29,10 +28,12 @@ _BLOCK_BYTES = 16 << 20  # of a table that is read or written whole, a message
 
 
 class Rows(NamedTuple):
-    """Rows of a batch. **Fields:** `step`: how many updates they have seen. `values`: by table, `[u, D]`."""
+    """What a batch reads. **Fields:** `step`: how many updates it has seen. `values`: of rows by table, `[u, D]`.
+    `whole`: variables that servers have whole, by name."""
 
     step: int
     values: dict[str, NDArray[Any]]
+    whole: dict[str, NDArray[Any]]
 
 
 class TablePart(NamedTuple):
@@ -52,62 +53,52 @@ class TablePart(NamedTuple):
 class Servers:
     """The servers that the ranks of a gang are for one run: asked by any thread, until closed.
 
-    All processes of a run have one of these; where that says so, all call a method at the same time.
+    All who train have one of these; where that says so, all call a method at the same time.
 
-    **Arguments:** `gang`: which runs; its ranks do nothing else meanwhile, and its transport carries what these are
-    asked. None in all processes but the first. `forms`: of the tables, by name. `staleness`: how many updates a process
-    may be ahead of another. `copies`: how many servers have each part of a table. `timeout_seconds`: the limit of each
-    wait.
+    **Arguments:** `joined`: their world. `forms`: of the tables, by name. `staleness`: how many updates one who trains
+    may be ahead of another; None: each push is an update by itself. `copies`: how many servers have each part of a
+    table. `dense`: by server what it has whole, where those who train have nothing; gradients are then averaged.
 
-    **Raises:** as `Gang.submit`, and as `comm.connect`.
+    **Raises:** `ArgumentError`; what servers raise that have no room.
     """
 
     def __init__(
         self,
-        gang: Gang | None,
+        joined: Joined,
         forms: Mapping[str, TableForm],
         *,
-        staleness: int = 0,
+        staleness: int | None = 0,
         copies: int = 1,
-        timeout_seconds: float = 120.0,
+        dense: Sequence[DenseForm] = (),
     ) -> None:
-        self._forms, self._num_workers, self._worker = forms, jax.process_count(), jax.process_index()
-        service = coordination() if self._num_workers > 1 else None
-        others = None if service is None else service.numbered("tables")
-        if self._worker == 0:
-            check_gang(gang)
-            assert gang is not None, "it was checked"
-            if copies > gang.size:
-                raise ArgumentError(
-                    f"copies={copies} of Served, and the gang has {gang.size} ranks: expected as many servers at least"
-                )
-            with begin_meeting(
-                gang.hosts, transport=gang.transport, timeout_seconds=timeout_seconds, others=others
-            ) as meeting:
-                serving = gang.submit(serve, meeting, self._num_workers, copies)
-                try:
-                    self._world = meeting.join(gang.size, self._num_workers)
-                except (CommError, WaitTimeout):
-                    if serving.done:
-                        serving.result()  # which says why they have not come
-                    raise
-        else:
-            assert others is not None, "there are several processes"
-            meeting = find_meeting(others, timeout_seconds=timeout_seconds)
-            self._world = meeting.join(meeting.num_servers + self._worker, self._num_workers)
-        self.num_servers = meeting.num_servers
-        self._run, self._closed = meeting.job, False
-        self._gang, self._copies, self._lost = gang, copies, set[int]()
+        self._forms, self._dense, self._joined = forms, dense, joined
+        self._world, self._gang, self.num_servers = joined.world, joined.gang, joined.meeting.num_servers
+        self._num_workers, self.worker = joined.meeting.num_workers, joined.worker
+        self._run, self._closed = joined.meeting.job, False
+        self._copies, self._lost = copies, set[int]()
         self._pool = ThreadPoolExecutor(self.num_servers * copies, thread_name_prefix="braidax-ask")
         self._workers: Communicator | None = None
-        fields, programs = described(forms)
-        made = {"tables": fields, "staleness": staleness}
         try:
+            if copies > self.num_servers:
+                raise ArgumentError(
+                    f"copies={copies} of Served, and there are {self.num_servers} servers: expected as many at least"
+                )
             self._workers = self._world.split(1) if self._num_workers > 1 else None
-            self._first_asks(lambda part: self._packed("make", part, made, programs))
+            self._first_asks(functools.partial(self._making, *described(forms), {"staleness": staleness}))
         except BaseException:
             self.close(others="leave")
             raise
+
+    def _making(
+        self, tables: list[dict[str, Any]], programs: Mapping[str, Any], more: Mapping[str, Any], part: int
+    ) -> list[Any]:
+        """Returns what a server is told that makes a part."""
+        fields, arrays = {"tables": tables, "copies": self._copies, **more}, dict(programs)
+        if self._dense:
+            fields["dense"], of_dense = self._dense[part].told()
+            fields["gradients"] = "averaged"
+            arrays |= {f"dense/{name}": program for name, program in of_dense.items()}
+        return self._packed("make", part, fields, arrays)
 
     def meet(self) -> None:
         """Returns when all processes have called it: what they have pushed before, all servers have.
@@ -119,16 +110,19 @@ class Servers:
         try:
             self._workers.barrier()
         except PeerLost as error:
-            raise PeerLost(
-                f"a process that trains, too, is lost, and an update takes all: {error}; start all of them again, and "
-                f"they go on from the last checkpoint",
-                error.rank,
-                error.host,
-            ) from error
+            raise self._one_is_lost(str(error), error.rank, error.host) from error
+
+    def _one_is_lost(self, told: str, rank: int, host: str = "") -> PeerLost:
+        return PeerLost(
+            f"a process that trains, too, is lost, and an update takes all: {told}; start all of them again, and "
+            f"they go on from the last checkpoint",
+            rank,
+            host,
+        )
 
     def _first_asks(self, question: Callable[[int], list[Any]]) -> None:
         """Lets the first process ask all servers, while all others wait."""
-        if self._worker == 0:
+        if self.worker == 0:
             self._ask_all(question, of="all")
         self.meet()
 
@@ -139,8 +133,12 @@ class Servers:
         data = np.asarray(jax.random.key_data(key))
         self._first_asks(lambda part: self._packed("bear", part, {}, {"key": data}))
 
-    def pull(self, batch: Mapping[str, BatchRows], *, known: Rows | None = None) -> Rows:
-        """Returns rows as they are now. **Arguments:** `known`: as they were, so that only changes are asked for."""
+    def pull(self, batch: Mapping[str, BatchRows], *, known: Rows | None = None, at_least: int = 0) -> Rows:
+        """Returns rows as they are now, and what servers have whole.
+
+        **Arguments:** `known`: as they were, so that only changes are asked for. `at_least`: how many updates they have
+        to have seen: it waits for these. **Raises:** `PeerLost` when one who trains is gone, and they will not come.
+        """
         names, since = [*batch], -1 if known is None else known.step
         values = {
             name: known.values[name] if known is not None else self._empty(name, len(rows.unique))
@@ -149,13 +147,19 @@ class Servers:
 
         def question(server: int) -> list[Any]:
             ids = {name: rows.asked(server) for name, rows in batch.items()}
-            return self._packed("pull", server, {"tables": names, "since": since}, ids)
+            return self._packed("pull", server, {"tables": names, "since": since, "at_least": at_least}, ids)
 
         answers = self._ask_all(question)
+        for answer in answers:
+            if answer.kind == "lost":
+                raise self._one_is_lost(f"worker {answer.fields['worker']} is gone", int(answer.fields["worker"]))
+        whole: dict[str, NDArray[Any]] = {}
         for server, answer in enumerate(answers):
+            if self._dense:
+                whole |= {name: answer.arrays[f"dense/{at}"] for at, name in enumerate(self._dense[server].names)}
             for name, rows in batch.items():
                 rows.put(values[name], server, answer.arrays[name], answer.arrays.get(f"{name}/changed"))
-        return Rows(min(int(answer.fields["step"]) for answer in answers), values)
+        return Rows(min(int(answer.fields["step"]) for answer in answers), values, whole)
 
     def stage(
         self, batch: Mapping[str, BatchRows], gradients: Mapping[str, NDArray[Any]], step: int
@@ -182,11 +186,14 @@ class Servers:
         gradients: Mapping[str, NDArray[Any]] | None,
         numbers: Mapping[str, Sequence[Any]],
         step: int,
-    ) -> None:
+        whole: Mapping[str, Any] | None = None,
+    ) -> int:
         """Moves rows by their gradients: of all tables, also those of which a server has no row in this batch.
 
         **Arguments:** `gradients`: `[u, D]`; None where they were staged. `numbers`: as of `Shard.push`. `step`: the
-        number of updates before.
+        number of updates before. `whole`: gradients of what servers have whole, by name, and "" for the loss.
+
+        **Returns:** how many updates the servers have seen now.
         """
         told = {f"{at}/{one}": number for at, name in enumerate(batch) for one, number in enumerate(numbers[name])}
         more = {"num_numbers": [len(numbers[name]) for name in batch], "staged": gradients is None}
@@ -195,9 +202,13 @@ class Servers:
             if gradients is None:
                 return self._packed("push", server, {"step": step, **more}, told)
             fields, arrays = self._gradients(batch, gradients, step, server)
+            if self._dense and whole is not None:
+                own = self._dense[server]
+                arrays |= {f"dense/{at}": whole[own.names[one]] for at, one in enumerate(own.moved)}
+                arrays["loss"] = whole[""]
             return self._packed("push", server, {**fields, **more}, {**arrays, **told})
 
-        self._ask_all(update, of="all")
+        return min(int(answer.fields["step"]) for answer in self._ask_all(update, of="all"))
 
     def _gradients(
         self, batch: Mapping[str, BatchRows], gradients: Mapping[str, NDArray[Any]], step: int, server: int
@@ -213,8 +224,9 @@ class Servers:
 
     def own_rows(self, name: str) -> tuple[int, int]:
         """Returns which rows of a table this process brings where all bring some: the first, and what is behind."""
-        num_rows, num = self._forms[name].shape[0], self._num_workers
-        return num_rows * self._worker // num, num_rows * (self._worker + 1) // num
+        num_rows, num = self._forms[name].shape[0], self._joined.bringers
+        first, last = (num_rows * min(one, num) // num for one in (self.worker, self.worker + 1))
+        return first, last
 
     def read(self, name: str, first: int, last: int) -> TablePart:
         """Returns rows of a table, none of which lags behind. **Arguments:** `last`: the row behind the last."""
@@ -243,6 +255,31 @@ class Servers:
 
         for start, stop in self._blocks(form, first, first + len(part.values)):
             self._ask_all(lambda server, rows=(start, stop): block(server, *rows), of="all")
+
+    def read_whole(self) -> tuple[int, dict[str, NDArray[Any]]]:
+        """Returns how many updates servers have seen, and what each has whole, with what is kept of it, by path."""
+        answers, found = self._ask_all(lambda part: self._packed("read dense", part, {})), dict[str, NDArray[Any]]()
+        for form, answer in zip(self._dense, answers, strict=True):
+            found |= {path: answer.arrays[str(at)].copy() for at, path in enumerate(form.carry)}
+        return min(int(answer.fields["step"]) for answer in answers), found
+
+    def write_whole(self, carry: Mapping[str, Any], step: int) -> None:
+        """Undoes `read_whole`."""
+
+        def question(part: int) -> list[Any]:
+            arrays = {str(at): carry[path] for at, path in enumerate(self._dense[part].carry)}
+            return self._packed("load dense", part, {"step": step}, arrays)
+
+        self._ask_all(question, of="all")
+
+    @contextlib.contextmanager
+    def held(self) -> Generator[None]:
+        """Lets nobody else change anything, so that all that is read belongs to one moment of each server."""
+        self._ask_all(lambda part: self._packed("hold", part, {}), of="all")
+        try:
+            yield
+        finally:
+            self._ask_all(lambda part: self._packed("release", part, {}), of="all")
 
     def _blocks(self, form: TableForm, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yields the rows of a message after the other; one without rows where there are none."""
@@ -344,6 +381,10 @@ class Servers:
         if others == "wait" and not self._closed:
             with contextlib.suppress(CommError, WaitTimeout):  # one that has failed asks no more
                 self.meet()
+        if self._dense and not self._closed:  # others may train on
+            for server in range(self.num_servers):
+                with contextlib.suppress(CommError, WaitTimeout):
+                    self._world.ask(server, packed("leave"))
         self._closed = True
         self._world.close()
         self._let_gang_notice()
@@ -354,12 +395,3 @@ class Servers:
         deadline = time.monotonic() + _NOTICED_SECONDS
         while self._gang is not None and not self._lost <= {*self._gang.lost} and time.monotonic() < deadline:
             time.sleep(0.01)
-
-
-def check_gang(gang: Any) -> None:
-    """Raises `ArgumentError` for what is no gang that runs."""
-    if not isinstance(gang, Gang):
-        raise ArgumentError(
-            f"servers is {gang!r}, expected a gang whose ranks will have the tables: "
-            f"with bx.gang.LocalGang(2) as gang: bx.parallelize(…, servers=gang)"
-        )

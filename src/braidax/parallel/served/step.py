@@ -27,6 +27,7 @@ from braidax.program import Program, difference, named_leaves, specs_of
 from .batch_rows import BatchRows
 from .compiled import ServedPrograms
 from .feed import ServedFeed
+from .joining import join_with_processes
 from .parts import local_parts
 from .pulling import Pulling, fed_with
 from .row_memory import aligned
@@ -69,7 +70,9 @@ class ServedStep:
         self._last: weakref.ref[jax.Array] | None = None  # the step of the state that belongs to what servers have
         self._num_updates, self._key = -1, None  # before there are any tables
         self._forms = feed.forms(born)
-        self._servers = Servers(gang, self._forms, staleness=feed.placement.staleness, copies=feed.placement.copies)
+        placement = feed.placement
+        joined = join_with_processes(gang)
+        self._servers = Servers(joined, self._forms, staleness=placement.staleness, copies=placement.copies)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
         self._sums: dict[str, dict[int, NDArray[Any]]] = {}  # room for those of each table, by device
         self._summing = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")

@@ -1,57 +1,31 @@
 """A server: the parts of tables that one rank of a gang has, and what it answers."""
 
-import contextlib
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, final
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.comm import Communicator
-from braidax.cores import usable_cores
-from braidax.errors import ArgumentError, WaitTimeout
+from braidax.errors import ArgumentError
+from braidax.parallel.served.programs import KeptForm, Programs, TableForm
+from braidax.parallel.served.wire import Message, packed, unpacked
 
-from .meeting import Meeting
-from .programs import KeptForm, Programs, TableForm
+from .dense import DenseForm, DensePart
 from .shard import Shard
-from .wire import Message, packed, unpacked
+from .updates import Given, Update, Updates
 
-_Given = list[tuple[Shard, NDArray[Any], NDArray[Any]]]
-_ANEW = ("make", "bear", "load")  # what gives a server other tables
-
-
-@dataclass
-class _Update:
-    """An update that not all have pushed yet.
-
-    **Fields:** `given`: gradients of each table, by who has given them. `told`: the numbers by which they move rows.
-    """
-
-    given: dict[int, _Given]
-    told: dict[int, list[list[NDArray[Any]]]]
-    total: _Given | None = None
-
-    def joined(self) -> _Given:
-        """Returns the gradients of all who have given some, in their order, each row once."""
-        if self.total is None or len(self.given) == 1:
-            tables = zip(*(self.given[rank] for rank in sorted(self.given)), strict=True)
-            self.total = [_summed(parts) for parts in tables]
-        return self.total
+_ANEW = ("make", "bear", "load", "load dense")  # what gives a server other tables
 
 
-def _summed(parts: Sequence[tuple[Shard, NDArray[Any], NDArray[Any]]]) -> tuple[Shard, NDArray[Any], NDArray[Any]]:
-    """Sums the gradients that several have of one table."""
-    if len(parts) == 1:
-        return parts[0]
-    shard = parts[0][0]
-    unique = np.unique(np.concatenate([ids for _, ids, _ in parts]))
-    total = np.zeros((len(unique), shard.form.width), shard.values.dtype)
-    for _, ids, gradients in parts:
-        total[np.searchsorted(unique, ids)] += gradients
-    return shard, unique, total
+class _Waiting(NamedTuple):
+    """A request that is answered when so many updates were taken. **Fields:** of it; `answer`: that will be."""
+
+    step: int
+    rank: int
+    message: Message
+    answer: "Future[Any]"
 
 
 @final
@@ -59,31 +33,41 @@ class TableServer:
     """Answers requests about the parts of tables that this server has, one after the other.
 
     What it has belongs to one run at a time, which names itself in each request: another one is refused. An update is
-    taken when all who train have pushed it, as one of the sum of their gradients, in their order.
+    taken when all who train have pushed it, as one of the sum or the mean of their gradients, in their order; or each
+    by itself, where they train asynchronously. A request that has to wait is answered later, and others meanwhile.
 
     **Arguments:** `rank`, `size`: which server of how many this is. `num_workers`: who train. `threads`: as of `Shard`.
     """
 
     def __init__(self, rank: int, size: int, num_workers: int = 1, threads: Executor | None = None) -> None:
         self._rank, self._size, self._num_workers, self._threads = rank, size, num_workers, threads
-        self._run, self._step = "", 0  # whose tables these are, and how many updates they have seen
+        self._run = ""  # whose tables these are
         self._shards: dict[str, Shard] = {}
-        self._coming: dict[int, _Update] = {}  # that not all have pushed yet, by their steps
-        self._staleness = 0  # how many updates one who pushes may be ahead of another
+        self._dense: DensePart | None = None
+        self._updates = Updates(f"server {rank}", num_workers, 0)
+        self._staleness: int | None = 0
+        self._averages = False  # or sums gradients, which are then of a mean already
         self._failed = ""
+        self._gone: int | None = None  # who trains, without whom no update is complete any more
+        self._waiting: list[_Waiting] = []  # for updates
+        self._holder: int | None = None  # who lets nothing be changed just now
         self._answers = {
             "make": self._make,
             "bear": self._bear,
             "load": self._load,
+            "load dense": self._load_dense,
             "pull": self._pull,
             "stage": self._stage,
             "sums": self._sums,
             "push": self._push,
             "read": self._read,
+            "read dense": self._read_dense,
+            "hold": self._hold,
+            "release": self._release,
         }
 
     def handle(self, rank: int, value: Any) -> Any:
-        """Answers a request. **Raises:** `CommError` for what is none, `ArgumentError` for what cannot be."""
+        """Answers a request, or gives a future. **Raises:** `CommError` for none, `ArgumentError` for what cannot be."""
         return self.answer(rank, unpacked(value))
 
     def answer(self, rank: int, message: Message) -> Any:
@@ -122,14 +106,22 @@ class TableServer:
                     f"server {self._rank} of {self._size} has no memory for its part of {form.name}, "
                     f"{form.dtype}{list(form.shape)}: give more servers, or larger ones"
                 ) from error
+        dense = message.fields.get("dense")
+        programs = {one: message.arrays[f"dense/{one}"] for one in ("begin", "update")} if dense else {}
+        self._dense = DensePart(DenseForm.from_told(dense, programs)) if dense else None
         self._shards, self._run = shards, str(message.fields["run"])
-        self._staleness = int(message.fields.get("staleness", 0))
+        self._staleness = message.fields.get("staleness", 0)
+        self._averages = message.fields.get("gradients") == "averaged"
+        self._updates = Updates(f"server {self._rank}", self._num_workers, self._staleness)
+        self._gone, self._holder = None, None
         self._begin(0)
         return packed("made")
 
     def _bear(self, rank: int, message: Message) -> Any:
         for shard in self._shards.values():
             shard.bear(message.arrays["key"])
+        if self._dense is not None:
+            self._dense.bear(message.arrays["key"])
         self._begin(0)
         return packed("borne")
 
@@ -142,13 +134,29 @@ class TableServer:
         self._begin(int(message.fields["step"]))
         return packed("loaded")
 
+    def _load_dense(self, rank: int, message: Message) -> Any:
+        """Puts variables that this server has whole in place of those that are there, with what is kept of them."""
+        dense = self._having_dense()
+        dense.load([message.arrays[str(at)] for at in range(len(dense.carry))])
+        self._begin(int(message.fields["step"]))
+        return packed("loaded")
+
     def _begin(self, step: int) -> None:
         """Waits for the update behind so many others."""
-        self._step, self._failed = step, ""
-        self._coming.clear()
+        self._failed = ""
+        self._updates.begin(step)
+        self._answer_waiting()
 
     def _pull(self, rank: int, message: Message) -> Any:
-        """Reads rows; with `since`, those that may have changed behind that step, and which of the asked they are."""
+        """Reads rows, and variables that are here whole, when `at_least` so many updates were taken.
+
+        With `since`, it reads rows that may have changed behind that step, and which of the asked they are.
+        """
+        wanted = int(message.fields.get("at_least", 0))
+        if wanted > self._updates.step:
+            if self._gone is not None:
+                return packed("lost", {"worker": self._gone - self._size})
+            return self._later(wanted, rank, message)
         found: dict[str, NDArray[Any]] = {}
         since = int(message.fields["since"])
         for name in message.fields["tables"]:
@@ -158,68 +166,137 @@ class TableServer:
                 changed = np.flatnonzero(shard.touched[ids] >= since)
                 found[f"{name}/changed"], ids = changed, ids[changed]
             found[name] = shard.pull(ids)
-        return packed("rows", {"step": self._step}, found)
+        if self._dense is not None:
+            found |= {f"dense/{at}": value for at, value in enumerate(self._dense.values())}
+        return packed("rows", {"step": self._updates.step}, found)
 
     def _stage(self, rank: int, message: Message) -> Any:
         """Takes the gradients of an update, for a push that has the numbers."""
-        self._update_of(message).given[rank] = self._gradients(message)
+        self._update_of(rank, message).given[rank] = self._gradients(message)
         return packed("staged")
 
     def _sums(self, rank: int, message: Message) -> Any:
         """Sums over the gradients that all have staged."""
-        update = self._update_of(message)
+        update = self._update_of(rank, message)
         if len(update.given) < self._num_workers:
             raise ArgumentError(
                 f"sums of step {message.fields['step']} were asked of server {self._rank}, where {len(update.given)} "
                 f"of {self._num_workers} have staged their gradients: expected all of them first"
             )
-        pairs = [(at, shard.sums(gradients)) for at, (shard, _, gradients) in enumerate(update.joined())]
+        pairs = [(at, shard.sums(gradients)) for at, (shard, _, gradients) in enumerate(update.summed())]
         return packed("sums", {}, {f"{number}/{at}": one for number, sums in pairs for at, one in enumerate(sums)})
 
     def _push(self, rank: int, message: Message) -> Any:
         """Takes an update of rows; one that was taken already is not taken again."""
+        if self._holder is not None and rank != self._holder:
+            return self._later(0, rank, message)
         step, fields, arrays = int(message.fields["step"]), message.fields, message.arrays
-        if self._step - 1 - self._staleness <= step < self._step:
-            return packed("pushed", {"step": self._step})
-        update = self._update_of(message)
+        if self._updates.is_taken(rank, step):
+            return packed("pushed", {"step": self._updates.step})
+        update = self._update_of(rank, message)
         if rank not in update.told:
             if not fields["staged"]:
-                update.given[rank] = self._gradients(message)
+                given, dense = self._gradients(message), self._dense_gradients(message)
+                update.given[rank], update.dense[rank] = given, dense
             elif rank not in update.given:
                 raise ArgumentError(
                     f"gradients of step {step} were not staged on server {self._rank}: expected them first"
                 )
             pairs = enumerate(fields["num_numbers"])
             update.told[rank] = [[arrays[f"{number}/{at}"].copy() for at in range(count)] for number, count in pairs]
-        while (whole := self._coming.get(self._step)) is not None and len(whole.told) == self._num_workers:
+        self._take_complete(rank, step)
+        return packed("pushed", {"step": self._updates.step})
+
+    def _take_complete(self, rank: int, step: int) -> None:
+        """Takes all updates that are complete. **Arguments:** who has pushed what just now."""
+        while (whole := self._updates.complete(rank, step)) is not None:
             self._take(whole)
-        return packed("pushed", {"step": self._step})
+            self._updates.took(rank, step)
+        self._answer_waiting()
 
-    def _take(self, update: "_Update") -> None:
-        """Moves rows by an update that all have pushed; when that fails midway the tables are not gone on with."""
+    def _take(self, update: Update) -> None:
+        """Moves rows by an update that is complete; when that fails midway the tables are not gone on with."""
+        step = self._updates.step
         try:
-            numbers = next(iter(update.told.values()))
-            for (shard, ids, gradients), told in zip(update.joined(), numbers, strict=True):
-                shard.push(ids, gradients, told, self._step)
+            given = update.mean() if self._averages else update.summed()
+            if self._dense is None:
+                numbers = next(iter(update.told.values()))
+            else:
+                *gradients, loss = update.mean_of_dense()
+                found = self._dense.move(gradients, loss)
+                numbers = [found.get(shard.form.name, []) for shard, _, _ in given]
+            for (shard, ids, gradients), told in zip(given, numbers, strict=True):
+                shard.push(ids, gradients, told, step)
         except BaseException as error:
-            self._failed = f"update {self._step} failed midway: {error!r}"
+            self._failed = f"update {step} failed midway: {error!r}"
             raise
-        del self._coming[self._step]
-        self._step += 1
 
-    def _update_of(self, message: Message) -> "_Update":
+    def _update_of(self, rank: int, message: Message) -> Update:
         """Returns the update that a message is part of, which is not taken yet."""
-        step = int(message.fields["step"])
-        if not self._step <= step <= self._step + self._staleness:
-            raise ArgumentError(
-                f"an update of step {step} was pushed, and the tables on server {self._rank} have seen {self._step} "
-                f"updates: expected a state that is as old as they are; go on with the last one"
-            )
-        return self._coming.setdefault(step, _Update({}, {}))
+        return self._updates.of(rank, int(message.fields["step"]))
 
-    def _gradients(self, message: Message) -> _Given:
+    # What waits
+
+    def _later(self, step: int, rank: int, message: Message) -> "Future[Any]":
+        self._waiting.append(_Waiting(step, rank, message, Future()))
+        return self._waiting[-1].answer
+
+    def _answer_waiting(self) -> None:
+        """Answers what has waited for what is now; what has to wait on takes its place again."""
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if one.step > self._updates.step and self._gone is None:
+                self._waiting.append(one)
+                continue
+            try:
+                found = self.answer(one.rank, one.message)
+            except Exception as error:  # noqa: BLE001 (that of one request: who has asked raises it)
+                one.answer.set_exception(error)
+                continue
+            if isinstance(found, Future):
+                self._waiting[-1] = one
+            else:
+                one.answer.set_result(found)
+
+    def lose(self, rank: int) -> None:
+        """Goes on without one who trained; where updates take all, who waits for them is told. **Arguments:** its rank.
+
+        A second call does nothing.
+        """
+        if self._holder == rank:
+            self._holder = None
+        if self._staleness is not None and not (self._staleness and self._averages):
+            self._gone = rank
+        elif self._staleness is not None:
+            self._updates.leave_out(rank)
+            self._take_complete(rank, self._updates.step)
+        self._answer_waiting()
+
+    def _hold(self, rank: int, message: Message) -> Any:
+        """Lets nobody else push until `release`, so that several reads see the same."""
+        if self._holder not in (None, rank):
+            raise ArgumentError(f"server {self._rank} is held by rank {self._holder}: expected one at a time")
+        self._holder = rank
+        return packed("held", {"step": self._updates.step})
+
+    def _release(self, rank: int, message: Message) -> Any:
+        """Undoes `hold`."""
+        if self._holder == rank:
+            self._holder = None
+            self._answer_waiting()
+        return packed("released")
+
+    def _dense_gradients(self, message: Message) -> list[NDArray[Any]]:
+        """Returns gradients of variables that are here whole, checked, and the loss."""
+        if self._dense is None:
+            return []
+        gradients = [message.arrays[f"dense/{at}"] for at in range(len(self._dense.form.moved))]
+        self._dense.check(gradients)
+        return [*gradients, message.arrays["loss"]]
+
+    def _gradients(self, message: Message) -> Given:
         """Returns what of an update is gradients, checked: nothing is moved yet."""
-        given: _Given = []
+        given: Given = []
         for number, name in enumerate(message.fields["tables"]):
             shard, ids = self._shard(name), message.arrays[f"{number}/ids"]
             gradients = message.arrays[f"{number}/gradients"]
@@ -242,36 +319,22 @@ class TableServer:
         shard.settle(part)
         kept = {f"kept/{at}": leaf[part] for at, leaf in enumerate(shard.kept)}
         shared = {f"shared/{at}": number for at, number in enumerate(shard.shared)}
-        return packed("rows", {"step": self._step}, {"values": shard.values[part], **kept, **shared})
+        return packed("rows", {"step": self._updates.step}, {"values": shard.values[part], **kept, **shared})
+
+    def _read_dense(self, rank: int, message: Message) -> Any:
+        """Reads the variables that are here whole, and what is kept of them."""
+        carry = self._having_dense().carry
+        return packed("dense", {"step": self._updates.step}, {str(at): one for at, one in enumerate(carry)})
+
+    def _having_dense(self) -> DensePart:
+        if self._dense is None:
+            raise ArgumentError(f"server {self._rank} has no variable whole: expected tables by rows to be asked for")
+        return self._dense
 
     def _shard(self, name: Any) -> Shard:
         if name not in self._shards:
             raise ArgumentError(f"table {name!r} is not on the servers: expected one of {[*self._shards]}")
         return self._shards[name]
-
-
-@final
-class Holder:
-    """What one rank of a gang has: the part of each table that is its own, and copies of the parts before it.
-
-    Copies are told of each update as the part itself is, so that either is as good as the other.
-
-    **Arguments:** `rank`, `size`: of this. `num_workers`: who train. `copies`: how many ranks have each part.
-    `threads`: as of `Shard`.
-    """
-
-    def __init__(self, rank: int, size: int, num_workers: int, copies: int, threads: Executor | None = None) -> None:
-        self._rank = rank
-        parts = [part % size for part in range(rank - copies + 1, rank + 1)]
-        self._parts = {part: TableServer(part, size, num_workers, threads) for part in parts}
-
-    def handle(self, rank: int, value: Any) -> Any:
-        """Answers a request for a part. **Raises:** as `TableServer.handle`."""
-        message = unpacked(value)
-        part = message.fields.get("part")
-        if part not in self._parts:
-            raise ArgumentError(f"server {self._rank} was asked for part {part}, expected one of {[*self._parts]}")
-        return self._parts[part].answer(rank, message)
 
 
 def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dict[str, NDArray[np.uint8]]]:
@@ -285,24 +348,3 @@ def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dic
         for name, program in form.programs._asdict().items():
             arrays[f"{number}/{name}"] = np.frombuffer(program, np.uint8)
     return fields, arrays
-
-
-def serve(comm: Communicator, meeting: Meeting, num_workers: int, copies: int) -> None:
-    """Serves tables as one rank of a gang, until those who ask are gone.
-
-    **Arguments:** `comm`: of the gang. `meeting`: where servers and those who ask meet. `num_workers`: of these.
-    `copies`: how many servers have each part.
-    """
-    world = meeting.join(comm.rank, num_workers)
-    with world, ThreadPoolExecutor(usable_cores(), "braidax-rows") as threads:
-        server = Holder(comm.rank, comm.size, num_workers, copies, threads)
-        if num_workers > 1:
-            world.split(0)
-        with world.serve(server.handle) as serving:
-            for other in range(comm.size):  # servers ask one another nothing
-                if other != comm.rank:
-                    world.end_asking(other)
-            while True:
-                with contextlib.suppress(WaitTimeout):  # nobody has asked for a while
-                    serving.wait()
-                    return
