@@ -22,6 +22,7 @@ from .given.trainable import Trainable, check_trainable, frozen_by
 from .named_dims import named_strategies
 from .plan.batch import batch_axes, shard_batch
 from .plan.footprint import with_sent
+from .plan.parameter_servers import ParameterServers, over_rows, parameter_servers
 from .plan.plan import Plan, make_plan
 from .plan.replanning import tables_of
 from .plan.replaying import check_frozen, check_mesh, check_placements, check_variables
@@ -200,6 +201,8 @@ class _Given:
         shardings = shard_batch(self.mesh, axes, specs_of(self.batch), microbatches=self.microbatches)
         work = self._work(plan, axes)
         options = compiler_options(self.mesh, work.plan, self.strategies, self.compiler_options)
+        if (apart := parameter_servers(self.strategies)) is not None:
+            return self._worker_step(work, apart, shardings, options)
         if isinstance(work.feed, ServedFeed):
             return self._served_step(work, work.feed, shardings, options)
         return Step(
@@ -210,6 +213,33 @@ class _Given:
             replanned=self._replanned,
             rekeyed=lambda key: self._work(work.plan, axes, key),
             elsewhere=lambda mesh: replace(self, mesh=mesh).step(work.plan),
+        )
+
+    def _worker_step(self, work: Work, strategy: ParameterServers, shardings: Any, options: CompilerOptions) -> Any:
+        """Makes a step all of whose variables are on servers."""
+        from .workers.step import WorkerStep  # with gangs, which others do without
+
+        if self.microbatches > 1 or self.metrics:
+            raise ArgumentError(
+                f"microbatches={self.microbatches}, metrics={list(self.metrics)} with ParameterServers: expected 1 and "
+                f"none; give each worker a smaller batch"
+            )
+        if self.servers is None:
+            raise ArgumentError(
+                "strategies has ParameterServers, and servers is None: give parallelize a gang, with "
+                "bx.gang.LocalGang(2) as gang: bx.parallelize(…, servers=gang), or, to one of several workers, "
+                "servers=meeting.of_worker(number), of bx.parallel.open_meeting(gang, workers=…)"
+            )
+        born = trace_init(self.init, self.loss)
+        return WorkerStep(
+            work,
+            born,
+            specs_of(self.batch),
+            strategy,
+            self.servers,
+            loss=work.loss_spec,
+            batch_shardings=shardings,
+            compiler_options=options,
         )
 
     def _served_step(self, work: Work, feed: ServedFeed, shardings: Any, options: CompilerOptions) -> Any:
@@ -267,7 +297,7 @@ class _Given:
             check_variables(plan, dict(named_leaves(born.out_specs.params, "params")))
         frozen = self._frozen(plan, born.out_specs.params)
         program = traced_loss(self.loss, born.out_specs, batch, self.microbatches, mesh)
-        rows = ReadRows(program, self.optimizer, strategies, self.microbatches, frozen)
+        rows = ReadRows(program, self.optimizer, over_rows(strategies), self.microbatches, frozen)
         model = rows.model(math.prod(mesh.shape[axis] for axis in axes), axes)
         if plan is None:
             plan = make_plan(mesh, named_strategies(strategies, born.out_specs.params, self.rules, mesh), model)

@@ -256,6 +256,10 @@ class Servers:
         for start, stop in self._blocks(form, first, first + len(part.values)):
             self._ask_all(lambda server, rows=(start, stop): block(server, *rows), of="all")
 
+    def num_updates(self) -> int:
+        """Returns how many updates all servers have seen."""
+        return self.pull({}).step
+
     def read_whole(self) -> tuple[int, dict[str, NDArray[Any]]]:
         """Returns how many updates servers have seen, and what each has whole, with what is kept of it, by path."""
         answers, found = self._ask_all(lambda part: self._packed("read dense", part, {})), dict[str, NDArray[Any]]()

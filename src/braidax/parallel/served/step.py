@@ -28,11 +28,10 @@ from .batch_rows import BatchRows
 from .compiled import ServedPrograms
 from .feed import ServedFeed
 from .joining import join_with_processes
-from .parts import local_parts
 from .pulling import Pulling, fed_with
-from .row_memory import aligned
 from .saved import ServedTables
 from .servers import Servers, TablePart
+from .summing import Summing
 
 
 @final
@@ -74,8 +73,8 @@ class ServedStep:
         joined = join_with_processes(gang)
         self._servers = Servers(joined, self._forms, staleness=placement.staleness, copies=placement.copies)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
-        self._sums: dict[str, dict[int, NDArray[Any]]] = {}  # room for those of each table, by device
-        self._summing = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
+        self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
+        self._summing = Summing(self._threads)
         self._pulling = Pulling(self._servers, feed, self._thread)
         self._tables = ServedTables(self._servers, self._forms, self._settled, self._restored)
 
@@ -180,7 +179,9 @@ class ServedStep:
         totals: dict[int, Any] = {}
         if self._feed.wants_sums:
             self._wait()
-            sums = self._servers.stage(rows, self._summed(rows, payload), self._num_updates)
+            sums = self._servers.stage(
+                rows, self._summing.summed(rows, payload, self._reading.sums_on_host), self._num_updates
+            )
             totals, squares = self._feed.totals(sums)
             payload, metrics = None, _with_squares(metrics, squares)
         given = (dense, totals)
@@ -218,7 +219,7 @@ class ServedStep:
         **Arguments:** `others`: whether other processes of the run are waited for, until they close theirs.
         """
         self._thread.shutdown(cancel_futures=True)
-        self._summing.shutdown()
+        self._threads.shutdown()
         self._servers.close(others=others)
 
     def __enter__(self) -> "ServedStep":
@@ -304,21 +305,9 @@ class ServedStep:
 
     def _push(self, rows: Mapping[str, BatchRows], payload: Any, numbers: Any, step: int) -> None:
         """Brings the gradients of rows to the servers, when they are there, unless they are staged."""
-        gradients = None if payload is None else self._summed(rows, payload)
+        gradients = None if payload is None else self._summing.summed(rows, payload, self._reading.sums_on_host)
         told = {name: [np.asarray(number) for number in some] for name, some in numbers.items()}
         self._servers.push(rows, gradients, told, step)
-
-    def _summed(self, rows: Mapping[str, BatchRows], payload: Mapping[str, jax.Array]) -> dict[str, NDArray[Any]]:
-        """Waits for the gradients of all devices' rows, and sums them, `[u, D]`."""
-        found: dict[str, NDArray[Any]] = {}
-        for name, one in rows.items():
-            parts = local_parts(payload[name])
-            if self._reading.sums_on_host(name):
-                if name not in self._sums:
-                    self._sums[name] = {at: aligned(part.shape, part.dtype) for at, part in parts.items()}
-                parts = one.summed_ids(parts, self._sums[name], self._summing)
-            found[name] = one.summed(parts)
-        return found
 
     def _wait(self, *, behind: int = 0) -> None:
         """Returns when servers have what all processes have pushed, but for the last updates.

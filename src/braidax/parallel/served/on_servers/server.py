@@ -67,7 +67,7 @@ class TableServer:
         }
 
     def handle(self, rank: int, value: Any) -> Any:
-        """Answers a request, or gives a future. **Raises:** `CommError` for none, `ArgumentError` for what cannot be."""
+        """Answers a request, maybe later. **Raises:** `CommError` for none, `ArgumentError` for what cannot be."""
         return self.answer(rank, unpacked(value))
 
     def answer(self, rank: int, message: Message) -> Any:
