@@ -62,6 +62,14 @@ def join_with_processes(gang: Gang | None, *, timeout_seconds: float = _TIMEOUT_
     return Joined(world, meeting, worker, gang, size)
 
 
+def num_servers_of(servers: Any) -> int:
+    """Returns how many servers a worker is given. **Raises:** `ArgumentError` as `join_alone`."""
+    if isinstance(servers, Meeting):
+        return servers.num_servers
+    check_gang(servers)
+    return servers.size
+
+
 def join_alone(servers: Gang | Meeting | Any) -> Joined:
     """Joins servers as a worker does whose JAX is its own. **Arguments:** `servers`: a gang, of a run with one worker,
     or a meeting that says which worker this is. **Raises:** as `join_with_processes`."""

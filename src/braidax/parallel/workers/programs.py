@@ -171,7 +171,7 @@ def _begun(work: Work, own: Sequence[int]) -> tuple[Any, Any]:
     """Returns what makes the first `carry` of the numbers of a key, and the form of these."""
     data, impl = key_form(work.form.initial.in_specs[0])
 
-    def begin(data: jax.Array) -> list[jax.Array]:
+    def begin(data: jax.Array) -> list[Any]:
         leaves = jax.tree.leaves(_carry_of(work.form.initial(jax.random.wrap_key_data(data, impl=impl))))
         return [leaves[at] for at in own]
 

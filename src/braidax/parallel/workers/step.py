@@ -16,12 +16,12 @@ from braidax.errors import ArgumentError
 from braidax.parallel.compiler_options import CompilerOptions
 from braidax.parallel.compute.in_flight import InFlight
 from braidax.parallel.compute.work import Work
-from braidax.parallel.given.arrays import canonical, place, typed_key
+from braidax.parallel.given.arrays import canonical, place, typed_key, with_shardings
 from braidax.parallel.plan.parameter_servers import ParameterServers
 from braidax.parallel.served.batch_rows import BatchRows
 from braidax.parallel.served.compiled import Evaluation
 from braidax.parallel.served.feed import ServedFeed
-from braidax.parallel.served.joining import join_alone
+from braidax.parallel.served.joining import join_alone, num_servers_of
 from braidax.parallel.served.pulling import Pulling, fed_with
 from braidax.parallel.served.saved import ServedTables
 from braidax.parallel.served.servers import Rows, Servers
@@ -79,9 +79,9 @@ class WorkerStep:
         self._lags: Counter[int] = Counter()
         self._num_updates = -1  # before there is a state
         self._forms = {} if feed is None else feed.forms(born)
+        dense = dense_forms(work, loss, num_servers_of(servers))  # before others wait for this one
         joined = join_alone(servers)
         self.worker, self.num_workers = joined.worker, joined.meeting.num_workers
-        dense = dense_forms(work, loss, joined.meeting.num_servers)
         self._servers = Servers(joined, self._forms, staleness=strategy.staleness, copies=strategy.copies, dense=dense)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-workers")
         self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
@@ -105,11 +105,16 @@ class WorkerStep:
         self._servers.bear(key)
         self._servers.meet()
         self._adopt(0)
-        shardings = self._form.shardings
-        specs = self._form.specs
-        params = jax.tree.unflatten(jax.tree.structure(specs.params), [None] * len(jax.tree.leaves(specs.params)))
-        step = place(np.zeros((), np.int32), shardings.step)
-        return State(step, params, (), specs.variables, self._programs.key(place(key, shardings.key)))
+        on = self._form.shardings
+        return self._state(place(np.int32(0), on.step), self._programs.key(place(key, on.key)))
+
+    def _state(self, step: Any, key: Any) -> State:
+        return State(step, (), (), self._form.specs.variables, key)
+
+    @property
+    def state_specs(self) -> State:
+        """Of every leaf of a state shape, dtype and sharding; all that is trained servers have."""
+        return with_shardings(*(self._state(one.step, one.key) for one in (self._form.specs, self._form.shardings)))
 
     def meet(self, state: State) -> State:
         """Returns when all workers have called it, with a state that goes on from what servers have then.
@@ -155,10 +160,10 @@ class WorkerStep:
         drawn, step = self._programs.next(state.key, state.step)
         key = (state.key, state.step) if self.num_workers == 1 else (drawn, np.int32(self.worker))
         bound = self._strategy.staleness
-        self._wait(behind=1 if bound is None else bound)
+        self._wait(behind=1 if bound is None else bound)  # asynchronously a push travels beside the next batch
         made = None if self._programs.rows is None else self._programs.rows
         ids = None if made is None else made.ids(state.variables, *key, batch)
-        rows, pulled = self._pull(ids, at_least=0 if bound is None else number - bound)
+        rows, pulled = self._pull(ids)
         if bound is not None:
             self._lags[max(0, number - pulled.step)] += 1
         params = self._placed(pulled.whole)
@@ -189,7 +194,10 @@ class WorkerStep:
         self._in_flight.add(metrics["loss"])
         return metrics
 
-    def _pull(self, ids: Any, *, at_least: int = 0) -> tuple[Mapping[str, BatchRows], Rows]:
+    def _pull(self, ids: Any) -> tuple[Mapping[str, BatchRows], Rows]:
+        """Returns what a batch reads, with as many updates as it may not lack."""
+        bound = self._strategy.staleness
+        at_least = 0 if bound is None else self._num_updates - bound
         if self._pulling is None or ids is None:
             return {}, self._servers.pull({}, at_least=at_least)
         return self._pulling.pull(ids, at_least=at_least)
@@ -261,9 +269,9 @@ class WorkerStep:
         return self._saved
 
     def params(self) -> Any:
-        """Returns all variables as servers have them now, on the host, as a PyTree like `init`'s."""
+        """Returns all variables on the host, as a PyTree like `init`'s, with as many updates as the next one reads."""
         self._wait()
-        whole = self._servers.pull({}).whole
+        whole = self._pull(None)[1].whole
         found = {name: self._table(name) for name in self._forms} | whole
         structure = jax.tree.structure(self._form.born.params)
         return structure.unflatten([np.array(found[name]) for name, _ in named_leaves(self._form.born.params)])
