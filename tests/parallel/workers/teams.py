@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
     "adam": optax.adam(1e-2),
     "adagrad": optax.adagrad(0.1),
-    "scheduled": optax.adamw(optax.linear_schedule(0.1, 0.01, 20), mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    "scheduled": optax.adamw(optax.linear_schedule(0.1, 0.01, 20), mask=partial(jax.tree.map, lambda x: x.ndim > 1)),
 }
 
 

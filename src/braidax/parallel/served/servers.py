@@ -112,6 +112,10 @@ class Servers:
         except PeerLost as error:
             raise self._one_is_lost(str(error), error.rank, error.host) from error
 
+    def of_first(self, value: NDArray[Any]) -> NDArray[Any]:
+        """Returns what the first of all has given; all call it."""
+        return value if self._workers is None else np.asarray(self._workers.broadcast(value))
+
     def _one_is_lost(self, told: str, rank: int, host: str = "") -> PeerLost:
         return PeerLost(
             f"a process that trains, too, is lost, and an update takes all: {told}; start all of them again, and "
@@ -227,6 +231,11 @@ class Servers:
         num_rows, num = self._forms[name].shape[0], self._joined.bringers
         first, last = (num_rows * min(one, num) // num for one in (self.worker, self.worker + 1))
         return first, last
+
+    def brought(self) -> None:
+        """Returns when all that bring rows have called it."""
+        if self._joined.bringers > 1:
+            self.meet()
 
     def read(self, name: str, first: int, last: int) -> TablePart:
         """Returns rows of a table, none of which lags behind. **Arguments:** `last`: the row behind the last."""

@@ -1,5 +1,6 @@
 """All that servers have of a run of workers, in its checkpoints."""
 
+from collections.abc import Callable
 from typing import Any, final
 
 from braidax.errors import ArgumentError
@@ -17,15 +18,17 @@ class ServedVariables:
     for each other one server may have taken one that is still on its way to another. It is an `Outside` of
     `braidax.checkpoint`.
 
-    **Arguments:** `servers`. `tables`: those by rows. `worker`: which this is.
+    **Arguments:** `servers`. `tables`: those by rows. `settle`: waits for what this worker has pushed. `worker`: which
+    this is.
     """
 
-    def __init__(self, servers: Servers, tables: ServedTables, worker: int) -> None:
-        self._servers, self._tables, self._worker = servers, tables, worker
+    def __init__(self, servers: Servers, tables: ServedTables, settle: Callable[[], object], worker: int) -> None:
+        self._servers, self._tables, self._settle, self._worker = servers, tables, settle, worker
 
     def checkpoint_state(self) -> Any:
         """Returns what servers have. **Raises:** `ArgumentError` in any worker but the first."""
         self._check()
+        self._settle()  # before nobody else may push any more
         with self._servers.held():
             tables = self._tables.checkpoint_state()
             step, whole = self._servers.read_whole()

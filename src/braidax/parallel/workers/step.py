@@ -88,7 +88,7 @@ class WorkerStep:
         self._summing = Summing(self._threads)
         self._pulling = None if feed is None else Pulling(self._servers, feed, self._thread)
         tables = ServedTables(self._servers, self._forms, self._settled, self._adopt)
-        self._saved = ServedVariables(self._servers, tables, self.worker)
+        self._saved = ServedVariables(self._servers, tables, self._settled, self.worker)
 
     # A state
 
@@ -117,22 +117,26 @@ class WorkerStep:
         return with_shardings(*(self._state(one.step, one.key) for one in (self._form.specs, self._form.shardings)))
 
     def meet(self, state: State) -> State:
-        """Returns when all workers have called it, with a state that goes on from what servers have then.
+        """Returns when all workers have called it, with a state that goes on from what servers have then, with the key
+        of the first worker.
 
         They call it behind the first one's `saver.restore((state, step.variables))`.
         """
         self._wait()
         self._servers.meet()
+        data = self._servers.of_first(np.asarray(jax.random.key_data(state.key)))
         self._adopt(self._servers.num_updates())
         self._servers.meet()
-        return replace(state, step=place(np.int32(self._num_updates), self._form.shardings.step))
+        key, on = jax.random.wrap_key_data(data, impl=jax.random.key_impl(state.key)), self._form.shardings
+        return self._state(place(np.int32(self._num_updates), on.step), place(key, on.key))
 
     def _adopt(self, num_updates: int) -> None:
         self._num_updates = num_updates
 
     def _settled(self) -> int:
+        """Returns how many updates servers have seen, when they have seen all that this worker has pushed."""
         self._wait()
-        return self._servers.num_updates()
+        return self._servers.pull({}, at_least=0 if self._strategy.staleness is None else self._num_updates).step
 
     def _check_state(self, state: Any) -> None:
         if not isinstance(state, State) or self._num_updates < 0 or difference(self._form.specs.key, state.key, "key"):
