@@ -36,6 +36,8 @@ from .train_step import TrainStep
 if TYPE_CHECKING:
     from braidax.gang import Gang
 
+    from .served.meeting import Meeting
+
 
 @overload
 def parallelize(
@@ -52,7 +54,7 @@ def parallelize(
     metrics: Collection[str] = (),
     compiler_options: Mapping[str, Any] | None = None,
     rules: Rules | None = None,
-    servers: "Gang | None" = None,
+    servers: "Gang | Meeting | None" = None,
 ) -> Step: ...
 
 
@@ -83,7 +85,7 @@ def parallelize(
     metrics: Collection[str] = (),
     compiler_options: Mapping[str, Any] | None = None,
     rules: Rules | None = None,
-    servers: "Gang | None" = None,
+    servers: "Gang | Meeting | None" = None,
 ) -> Any:
     """Turns single-device code into a training step on a mesh.
 
@@ -104,8 +106,9 @@ def parallelize(
     stages; one that is a dict holds those of a platform, such as `{"tpu": {…}}`. `rules`: which mesh axes the logical
     names of dims stand for that Flax keeps with parameters, as a dict or as pairs, such as `{"mlp": "model", "embed":
     None}`; names that are axes of the mesh need none. What names ask for is honored like an override. `servers`: a gang
-    that runs, whose ranks have the tables of `Hybrid(tables="servers")` in their host memory; None in all
-    processes but the first.
+    that runs, whose ranks have the tables of `Hybrid(tables="servers")` in their host memory, or all variables of
+    `ParameterServers`; None in all processes but the first. Workers of `ParameterServers`, which each have a JAX of
+    their own, are given `meeting.of_worker(number)` in place of it.
 
     As a decorator, `@parallelize(mesh, strategies)` takes a whole `train_step(state, batch) -> (state, metrics)`
     instead, and gives a `TrainStep`. It may have more parameters: `batch=("x", "y")` names those that are samples;
@@ -114,7 +117,7 @@ def parallelize(
     dims are those that the state keeps.
 
     **Returns:** a `Step`; with a `Pipeline` among the strategies a `PipelinedStep`, with tables on servers a
-    `ServedStep`, to be closed. Nothing has been trained yet.
+    `ServedStep`, with `ParameterServers` a `WorkerStep`, to be closed. Nothing has been trained yet.
     **Raises:** `ArgumentError`, `SpecError` or `StateError` naming what does not fit.
     """
     if isinstance(loss_fn, Mesh):
@@ -174,7 +177,7 @@ class _Given:
     metrics: tuple[str, ...]
     compiler_options: Mapping[str, Any] | None
     rules: Rules | None
-    servers: "Gang | None"
+    servers: "Gang | Meeting | None"
 
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "init") or not hasattr(self.optimizer, "update"):

@@ -111,7 +111,7 @@ def test_others_go_on_without_a_worker_that_leaves(gang: LocalGang, staleness: i
         for batch in batches(12)[: 3 if number == 1 else 12]:
             state, _ = step.update(state, own_part(batch, number, 2))
         step.finish()
-        step.close(others="leave")
+        step.close()
         return int(state.step)
 
     assert team(gang, 2, work) == [12, 3]
@@ -125,7 +125,7 @@ def test_where_an_update_takes_all_they_are_told(gang: LocalGang) -> None:
                 state, _ = step.update(state, own_part(batch, number, 2))
             if number == 1:
                 step.finish()
-                step.close(others="leave")
+                step.close()
 
     with pytest.raises(PeerLost, match="worker 1 is gone; start all of them again, and they go on from the last"):
         team(gang, 2, work)

@@ -391,13 +391,12 @@ class Servers:
         **Arguments:** `others`: whether processes that ask still are waited for, until they close theirs.
         """
         self._pool.shutdown()
-        if others == "wait" and not self._closed:
-            with contextlib.suppress(CommError, WaitTimeout):  # one that has failed asks no more
-                self.meet()
-        if self._dense and not self._closed:  # others may train on
-            for server in range(self.num_servers):
-                with contextlib.suppress(CommError, WaitTimeout):
+        with contextlib.suppress(CommError, WaitTimeout):  # one that has failed asks no more
+            if self._dense and not self._closed:  # others may train on
+                for server in range(self.num_servers):
                     self._world.ask(server, packed("leave"))
+            elif others == "wait" and not self._closed:
+                self.meet()
         self._closed = True
         self._world.close()
         self._let_gang_notice()

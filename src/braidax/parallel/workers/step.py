@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -31,8 +31,6 @@ from braidax.program import Program, difference, named_leaves, specs_of
 
 from .programs import WorkerPrograms, dense_forms
 from .saved import ServedVariables
-
-Part = Literal["training", "evaluation"]
 
 
 @final
@@ -246,15 +244,12 @@ class WorkerStep:
         """Waits until servers have all that this worker has pushed. **Raises:** what became of that."""
         self._wait()
 
-    def close(self, *, others: Literal["wait", "leave"] = "wait") -> None:
-        """Ends this worker's part. Servers end with the last one, and what they have is gone. A second call does
-        nothing.
-
-        **Arguments:** `others`: whether other workers are waited for, until they close theirs.
-        """
+    def close(self) -> None:
+        """Ends this worker's part; others go on, unless an update takes all. Servers end with the last one, and what
+        they have is gone. A second call does nothing."""
         self._thread.shutdown(cancel_futures=True)
         self._threads.shutdown()
-        self._servers.close(others=others)
+        self._servers.close()
 
     def __enter__(self) -> "WorkerStep":
         return self
@@ -262,7 +257,7 @@ class WorkerStep:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close(others="wait" if error is None else "leave")
+        self.close()
 
     # Variables, besides training
 
