@@ -26,7 +26,7 @@ from braidax.spans import Trace
 
 if TYPE_CHECKING:
     from braidax.comm.exchange.stream import Exchange
-    from braidax.comm.serving.server import Requests, Server
+    from braidax.comm.serving.server import Handler, Requests, Server
 
 _CLOSE_SECONDS = 10.0
 _SETTLE_SECONDS = 1.0

@@ -247,12 +247,18 @@ class _Given:
 
     def _served_step(self, work: Work, feed: ServedFeed, shardings: Any, options: CompilerOptions) -> Any:
         """Makes a step whose tables are on servers."""
-        from .served.step import ServedStep  # with gangs, which others do without
+        from .served.meeting import Meeting  # with gangs, which others do without
+        from .served.step import ServedStep
 
         if self.servers is None and jax.process_index() == 0:
             raise ArgumentError(
                 f"plan has {[*feed.tables]} on servers, and servers is None: give parallelize the gang whose ranks "
                 f"have them, with bx.gang.LocalGang(2) as gang: bx.parallelize(…, servers=gang)"
+            )
+        if isinstance(self.servers, Meeting):
+            raise ArgumentError(
+                "servers is a meeting, for workers of ParameterServers that each have a JAX of their own: expected the "
+                'gang itself with Hybrid(tables="servers"), in the first process'
             )
         born = trace_init(self.init, self.loss)
         return ServedStep(

@@ -67,9 +67,8 @@ def make_step(
     servers: Any, strategy: Any = None, *, optimizer: str = "adam", size: int = BATCH, fn: Any = loss, **more: Any
 ) -> Any:
     strategies = {"data": bx.ParameterServers() if strategy is None else strategy}
-    options: dict[str, Any] = {"init": init, "batch": spec(size), "servers": servers, **more}
-    mesh = options.pop("mesh", None) or one_device()
-    return bx.parallelize(fn, OPTIMIZERS[optimizer], mesh, strategies, **options)
+    given: Any = {"mesh": one_device(), "init": init, "batch": spec(size), "servers": servers, **more}
+    return bx.parallelize(fn, OPTIMIZERS[optimizer], strategies=strategies, **given)
 
 
 def own_part(batch: Any, worker: int, workers: int) -> Any:
@@ -80,7 +79,7 @@ def own_part(batch: Any, worker: int, workers: int) -> Any:
 def on_one_device(optimizer: str, data: list[Any], *, microbatches: int = 1, fn: Any = loss) -> tuple[list[float], Any]:
     """Returns the losses and the parameters of single-device training."""
     strategies = {"data": bx.DataParallel()}
-    made = {"init": init, "batch": spec(len(data[0]["target"])), "microbatches": microbatches}
+    made: Any = {"init": init, "batch": spec(len(data[0]["target"])), "microbatches": microbatches}
     step: Any = bx.parallelize(fn, OPTIMIZERS[optimizer], one_device(), strategies, **made)
     state, losses = step.init(jax.random.key(0)), list[float]()
     for batch in data:

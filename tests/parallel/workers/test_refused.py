@@ -14,7 +14,7 @@ from tests.parallel.workers import teams
 from tests.parallel.workers.teams import BATCH, batches, init, loss, make_step, one_device, spec
 
 PS = bx.ParameterServers()
-MEETING = bx.Meeting("127.0.0.1", 1, b"", "a job", "tcp", 1.0, num_servers=2, num_workers=3)
+MEETING = bx.Meeting("127.0.0.1:1", b"", "a job", "tcp", 1.0, num_servers=2, num_workers=3)
 
 
 def of_variables(params: Any, batch: Any, key: jax.Array, variables: Any) -> Any:

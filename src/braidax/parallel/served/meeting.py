@@ -19,13 +19,12 @@ from braidax.errors import ArgumentError, CommError
 class Meeting:
     """Where the servers and the workers of one run meet: a store. It goes to other processes by pickle or as JSON.
 
-    **Fields:** `host`, `port`, `secret`: of the store. `job`: names the world. `transport`: of its messages.
+    **Fields:** `address`: of the store, `"host:port"`; `secret`: its. `job`: names the world. `transport`: of messages.
     `timeout_seconds`: the limit of each wait. `num_servers`: the first ranks. `num_workers`: the ranks behind them.
     `worker`: which of these joins by it; None where that is not said yet.
     """
 
-    host: str
-    port: int
+    address: str
     secret: bytes
     job: str
     transport: str
@@ -42,7 +41,8 @@ class Meeting:
 
     def join(self, rank: int) -> Communicator:
         """Joins the world, once all others do. **Raises:** as `connect`."""
-        with TcpStore(self.host, self.port, secret=self.secret, timeout_seconds=self.timeout_seconds) as store:
+        host, _, port = self.address.rpartition(":")
+        with TcpStore(host, int(port), secret=self.secret, timeout_seconds=self.timeout_seconds) as store:
             return connect(
                 store,
                 rank=rank,
@@ -83,9 +83,9 @@ def begin_meeting(
     is_here = reach == "here" and others is None and all(name == socket.gethostname() for name in hosts)
     secret = secrets.token_bytes(32)
     with TcpStoreServer(host="127.0.0.1" if is_here else "", secret=secret) as store:
-        host, port = "127.0.0.1" if is_here else host_addresses()[0], int(store.address.rpartition(":")[2])
+        address = f"{'127.0.0.1' if is_here else host_addresses()[0]}:{store.address.rpartition(':')[2]}"
         job = f"tables {uuid.uuid4().hex}"
-        meeting = Meeting(host, port, secret, job, transport, timeout_seconds, len(hosts), num_workers)
+        meeting = Meeting(address, secret, job, transport, timeout_seconds, len(hosts), num_workers)
         if others is not None:
             others.set("meeting", meeting.to_json())
         yield meeting

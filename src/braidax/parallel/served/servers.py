@@ -2,10 +2,7 @@
 
 import contextlib
 import functools
-import logging
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, final
 
 import jax
@@ -15,15 +12,14 @@ from numpy.typing import NDArray
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 
+from .asking import Asking
 from .batch_rows import BatchRows
 from .joining import Joined
 from .on_servers.dense import DenseForm
 from .on_servers.server import described
 from .programs import JOINS, TableForm
-from .wire import Message, packed, unpacked
+from .wire import packed
 
-_log = logging.getLogger("braidax")
-_NOTICED_SECONDS = 10.0
 _BLOCK_BYTES = 16 << 20  # of a table that is read or written whole, a message
 
 
@@ -72,11 +68,10 @@ class Servers:
         dense: Sequence[DenseForm] = (),
     ) -> None:
         self._forms, self._dense, self._joined = forms, dense, joined
-        self._world, self._gang, self.num_servers = joined.world, joined.gang, joined.meeting.num_servers
+        self._world, self.num_servers = joined.world, joined.meeting.num_servers
         self._num_workers, self.worker = joined.meeting.num_workers, joined.worker
-        self._run, self._closed = joined.meeting.job, False
-        self._copies, self._lost = copies, set[int]()
-        self._pool = ThreadPoolExecutor(self.num_servers * copies, thread_name_prefix="braidax-ask")
+        self._copies, self._closed = copies, False
+        self._asking = Asking(joined, copies)
         self._workers: Communicator | None = None
         try:
             if copies > self.num_servers:
@@ -98,7 +93,7 @@ class Servers:
             fields["dense"], of_dense = self._dense[part].told()
             fields["gradients"] = "averaged"
             arrays |= {f"dense/{name}": program for name, program in of_dense.items()}
-        return self._packed("make", part, fields, arrays)
+        return self._asking.packed("make", part, fields, arrays)
 
     def meet(self) -> None:
         """Returns when all processes have called it: what they have pushed before, all servers have.
@@ -127,7 +122,7 @@ class Servers:
     def _first_asks(self, question: Callable[[int], list[Any]]) -> None:
         """Lets the first process ask all servers, while all others wait."""
         if self.worker == 0:
-            self._ask_all(question, of="all")
+            self._asking.ask_all(question, of="all")
         self.meet()
 
     # Rows
@@ -135,7 +130,7 @@ class Servers:
     def bear(self, key: jax.Array) -> None:
         """Makes the first rows of all tables; all processes call it. **Arguments:** `key`: that the step is given."""
         data = np.asarray(jax.random.key_data(key))
-        self._first_asks(lambda part: self._packed("bear", part, {}, {"key": data}))
+        self._first_asks(lambda part: self._asking.packed("bear", part, {}, {"key": data}))
 
     def pull(self, batch: Mapping[str, BatchRows], *, known: Rows | None = None, at_least: int = 0) -> Rows:
         """Returns rows as they are now, and what servers have whole.
@@ -151,9 +146,9 @@ class Servers:
 
         def question(server: int) -> list[Any]:
             ids = {name: rows.asked(server) for name, rows in batch.items()}
-            return self._packed("pull", server, {"tables": names, "since": since, "at_least": at_least}, ids)
+            return self._asking.packed("pull", server, {"tables": names, "since": since, "at_least": at_least}, ids)
 
-        answers = self._ask_all(question)
+        answers = self._asking.ask_all(question)
         for answer in answers:
             if answer.kind == "lost":
                 raise self._one_is_lost(f"worker {answer.fields['worker']} is gone", int(answer.fields["worker"]))
@@ -172,11 +167,11 @@ class Servers:
 
         All processes call it. **Arguments:** as of `push`, which moves the rows.
         """
-        self._ask_all(
-            lambda part: self._packed("stage", part, *self._gradients(batch, gradients, step, part)), of="all"
+        self._asking.ask_all(
+            lambda part: self._asking.packed("stage", part, *self._gradients(batch, gradients, step, part)), of="all"
         )
         self.meet()
-        answers = self._ask_all(lambda part: self._packed("sums", part, {"step": step}))
+        answers = self._asking.ask_all(lambda part: self._asking.packed("sums", part, {"step": step}))
         found: dict[str, list[Any]] = {}
         for number, name in enumerate(batch):
             joins = [JOINS[join] for join in self._forms[name].joins]
@@ -204,15 +199,15 @@ class Servers:
 
         def update(server: int) -> list[Any]:
             if gradients is None:
-                return self._packed("push", server, {"step": step, **more}, told)
+                return self._asking.packed("push", server, {"step": step, **more}, told)
             fields, arrays = self._gradients(batch, gradients, step, server)
             if self._dense and whole is not None:
                 own = self._dense[server]
                 arrays |= {f"dense/{at}": whole[own.names[one]] for at, one in enumerate(own.moved)}
                 arrays["loss"] = whole[""]
-            return self._packed("push", server, {**fields, **more}, {**arrays, **told})
+            return self._asking.packed("push", server, {**fields, **more}, {**arrays, **told})
 
-        return min(int(answer.fields["step"]) for answer in self._ask_all(update, of="all"))
+        return min(int(answer.fields["step"]) for answer in self._asking.ask_all(update, of="all"))
 
     def _gradients(
         self, batch: Mapping[str, BatchRows], gradients: Mapping[str, NDArray[Any]], step: int, server: int
@@ -244,7 +239,7 @@ class Servers:
         kept = [np.empty((last - first, *one.shape), jax.numpy.dtype(one.dtype)) for one in form.kept]
         shared: list[NDArray[Any]] = []
         for start, stop in self._blocks(form, first, last):
-            answers = self._ask_all(lambda server, rows=(start, stop): self._asked("read", name, server, *rows))
+            answers = self._asking.ask_all(lambda server, rows=(start, stop): self._asked("read", name, server, *rows))
             for server, answer in enumerate(answers):
                 part = self._part(server, start, stop, first)
                 for at, leaf in enumerate((values, *kept)):
@@ -263,7 +258,7 @@ class Servers:
             return self._asked("load", name, server, start, stop, {"values": part.values[rows], **kept, **shared}, step)
 
         for start, stop in self._blocks(form, first, first + len(part.values)):
-            self._ask_all(lambda server, rows=(start, stop): block(server, *rows), of="all")
+            self._asking.ask_all(lambda server, rows=(start, stop): block(server, *rows), of="all")
 
     def num_updates(self) -> int:
         """Returns how many updates all servers have seen."""
@@ -271,28 +266,31 @@ class Servers:
 
     def read_whole(self) -> tuple[int, dict[str, NDArray[Any]]]:
         """Returns how many updates servers have seen, and what each has whole, with what is kept of it, by path."""
-        answers, found = self._ask_all(lambda part: self._packed("read dense", part, {})), dict[str, NDArray[Any]]()
+        answers, found = (
+            self._asking.ask_all(lambda part: self._asking.packed("read dense", part, {})),
+            dict[str, NDArray[Any]](),
+        )
         for form, answer in zip(self._dense, answers, strict=True):
-            found |= {path: answer.arrays[str(at)].copy() for at, path in enumerate(form.carry)}
+            found |= {one.name: answer.arrays[str(at)].copy() for at, one in enumerate(form.carry)}
         return min(int(answer.fields["step"]) for answer in answers), found
 
     def write_whole(self, carry: Mapping[str, Any], step: int) -> None:
         """Undoes `read_whole`."""
 
         def question(part: int) -> list[Any]:
-            arrays = {str(at): carry[path] for at, path in enumerate(self._dense[part].carry)}
-            return self._packed("load dense", part, {"step": step}, arrays)
+            arrays = {str(at): carry[one.name] for at, one in enumerate(self._dense[part].carry)}
+            return self._asking.packed("load dense", part, {"step": step}, arrays)
 
-        self._ask_all(question, of="all")
+        self._asking.ask_all(question, of="all")
 
     @contextlib.contextmanager
     def held(self) -> Generator[None]:
         """Lets nobody else change anything, so that all that is read belongs to one moment of each server."""
-        self._ask_all(lambda part: self._packed("hold", part, {}), of="all")
+        self._asking.ask_all(lambda part: self._asking.packed("hold", part, {}), of="all")
         try:
             yield
         finally:
-            self._ask_all(lambda part: self._packed("release", part, {}), of="all")
+            self._asking.ask_all(lambda part: self._asking.packed("release", part, {}), of="all")
 
     def _blocks(self, form: TableForm, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yields the rows of a message after the other; one without rows where there are none."""
@@ -311,86 +309,17 @@ class Servers:
         """Returns what a server is asked about its rows of some consecutive ones."""
         ends = [-(-(end - server) // self.num_servers) for end in (start, stop)]
         fields = {"table": name, "start": ends[0], "stop": ends[1], "step": step}
-        return self._packed(kind, server, fields, arrays)
+        return self._asking.packed(kind, server, fields, arrays)
 
     def _empty(self, name: str, count: int) -> NDArray[Any]:
         form = self._forms[name]
         return np.zeros((count, form.width), jax.numpy.dtype(form.dtype))
-
-    # Messages
-
-    def _packed(
-        self, kind: str, part: int, fields: Mapping[str, Any], arrays: Mapping[str, Any] | None = None
-    ) -> list[Any]:
-        return packed(kind, {**fields, "run": self._run, "part": part}, arrays)
-
-    def _ask_all(self, question: Callable[[int], list[Any]], *, of: Literal["one", "all"] = "one") -> list[Message]:
-        """Asks the servers of all parts at once.
-
-        **Arguments:** `question`: for a part. `of`: whether one of those who have it is asked, or all.
-
-        **Returns:** an answer for each part. **Raises:** `PeerLost` where all who have a part are gone; what the first
-        of them raises that fails, in their order.
-        """
-        if of == "one":
-            others = [self._pool.submit(self._ask_one, question, part) for part in range(1, self.num_servers)]
-            return [self._ask_one(question, 0), *(one.result() for one in others)]
-        asked = [
-            [self._pool.submit(self._ask, server, part, question) for server in self._holders(part)]
-            for part in range(self.num_servers)
-        ]
-        return [self._first(part, [one.result() for one in some]) for part, some in enumerate(asked)]
-
-    def _ask_one(self, question: Callable[[int], list[Any]], part: int) -> Message:
-        """Asks whoever of those that have a part is there."""
-        answers: list[Message | PeerLost] = []
-        for server in self._holders(part):
-            answers.append(self._ask(server, part, question))
-            if isinstance(answers[-1], Message):
-                break
-        return self._first(part, answers)
-
-    def _holders(self, part: int) -> list[int]:
-        """Returns the servers that have a part, and are not known to be lost."""
-        every = [(part + copy) % self.num_servers for copy in range(self._copies)]
-        return [server for server in every if server not in self._lost] or every
-
-    def _ask(self, server: int, part: int, question: Callable[[int], list[Any]]) -> Message | PeerLost:
-        """Returns the answer of a server, or that it is lost."""
-        try:
-            return unpacked(self._world.ask(server, question(part)))
-        except PeerLost as error:
-            if server not in self._lost and self._copies > 1:
-                _log.warning(
-                    "server %d of %d is lost (%s); training goes on with the copies of what it had",
-                    server,
-                    self.num_servers,
-                    error,
-                )
-            self._lost.add(server)
-            return error
-
-    def _first(self, part: int, answers: Sequence[Message | PeerLost]) -> Message:
-        """Returns the first answer for a part. **Raises:** `PeerLost` where there is none."""
-        found = next((answer for answer in answers if isinstance(answer, Message)), None)
-        if found is None:
-            last = answers[-1]
-            assert isinstance(last, PeerLost), "somebody was asked"
-            copies = "its only copy" if self._copies == 1 else f"all {self._copies} copies"
-            raise PeerLost(
-                f"server {part} of {self.num_servers} is lost, and {copies} of what it had of the tables: {last}; "
-                f"begin anew from the last checkpoint, with a gang that has all its ranks (gang.replace())",
-                part,
-                last.host,
-            ) from last
-        return found
 
     def close(self, *, others: Literal["wait", "leave"] = "wait") -> None:
         """Ends the servers; what they have is gone. A second call does nothing.
 
         **Arguments:** `others`: whether processes that ask still are waited for, until they close theirs.
         """
-        self._pool.shutdown()
         with contextlib.suppress(CommError, WaitTimeout):  # one that has failed asks no more
             if self._dense and not self._closed:  # others may train on
                 for server in range(self.num_servers):
@@ -398,12 +327,4 @@ class Servers:
             elif others == "wait" and not self._closed:
                 self.meet()
         self._closed = True
-        self._world.close()
-        self._let_gang_notice()
-
-    def _let_gang_notice(self) -> None:
-        """Returns when the gang has seen all losses that messages told of first: `Gang.replace` brings back what it
-        knows to be lost, and another run on the rest would wait for ranks that never come."""
-        deadline = time.monotonic() + _NOTICED_SECONDS
-        while self._gang is not None and not self._lost <= {*self._gang.lost} and time.monotonic() < deadline:
-            time.sleep(0.01)
+        self._asking.close()

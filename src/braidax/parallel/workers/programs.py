@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
@@ -15,7 +14,7 @@ from braidax.parallel.readings import Reading, Readings
 from braidax.parallel.served.compiled import Evaluation, ServedPrograms
 from braidax.parallel.served.feed import ServedFeed
 from braidax.parallel.served.on_servers.dense import DenseForm
-from braidax.parallel.served.programs import exported, key_form, numbers_to_send
+from braidax.parallel.served.programs import KeptForm, exported, key_form, numbers_to_send
 from braidax.program import Program, compile_on, named_leaves, trace
 from braidax.program.prune import prune
 
@@ -151,6 +150,9 @@ def _form(work: Work, flat: _Flat, leaves: Sequence[Any], names: set[str], serve
             f"LocalGang(1)"
         )
     specs = [jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype) for one in closed.jaxpr.invars]
+    program = Program(
+        closed, tuple(specs), [jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype) for one in closed.jaxpr.outvars]
+    )
     carry = [flat.carry[at] for at in own]
     values = [at for at, path in enumerate(carry) if path.startswith("params/") or path == "params"]
     of_values = [flat.owners[own[at]] for at in values]
@@ -158,12 +160,10 @@ def _form(work: Work, flat: _Flat, leaves: Sequence[Any], names: set[str], serve
         names=tuple(of_values),
         values=tuple(values),
         moved=tuple(of_values.index(flat.gradients[at]) for at in moved),
-        carry=tuple(carry),
-        shapes=tuple(tuple(leaves[at].shape) for at in own),
-        dtypes=tuple(str(leaves[at].dtype) for at in own),
+        carry=tuple(KeptForm(flat.carry[at], tuple(leaves[at].shape), str(leaves[at].dtype)) for at in own),
         numbers=flat.numbers,
         begin=exported(*_begun(work, own)),
-        update=exported(jaxpr_as_fun(closed), *specs),
+        update=exported(lambda *given: program(*given), *specs),
     )
 
 

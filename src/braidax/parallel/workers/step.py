@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -125,7 +126,7 @@ class WorkerStep:
         data = self._servers.of_first(np.asarray(jax.random.key_data(state.key)))
         self._adopt(self._servers.num_updates())
         self._servers.meet()
-        key, on = jax.random.wrap_key_data(data, impl=jax.random.key_impl(state.key)), self._form.shardings
+        key, on = jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(state.key)), self._form.shardings
         return self._state(place(np.int32(self._num_updates), on.step), place(key, on.key))
 
     def _adopt(self, num_updates: int) -> None:

@@ -10,6 +10,7 @@ from jax import export
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
+from braidax.parallel.served.programs import KeptForm
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class DenseForm:
     all servers have alike, such as a count of steps.
 
     **Fields:** `names`: of the variables. `values`: which of `carry` they are. `moved`: which of them have gradients.
-    `carry`: paths in a state. `shapes`, `dtypes`: of `carry`. `numbers`: tables by name, with how many numbers their
+    `carry`: forms, which are called by their paths in a state. `numbers`: tables by name, with how many numbers their
     rows move by. `begin`: program `key data -> carry`. `update`: program `(*carry, *gradients, loss) -> (*carry,
     *numbers)`.
     """
@@ -28,16 +29,15 @@ class DenseForm:
     names: tuple[str, ...]
     values: tuple[int, ...]
     moved: tuple[int, ...]
-    carry: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
+    carry: tuple[KeptForm, ...]
     numbers: tuple[tuple[str, int], ...]
     begin: bytes
     update: bytes
 
     def told(self) -> tuple[dict[str, Any], dict[str, NDArray[np.uint8]]]:
         """Returns it as a request has it: JSON values, and the programs."""
-        plain = {one: getattr(self, one) for one in self.__dataclass_fields__ if one not in ("begin", "update")}
+        plain = {one: getattr(self, one) for one in ("names", "values", "moved", "numbers")}
+        plain["carry"] = [[one.name, one.shape, one.dtype] for one in self.carry]
         programs = {name: np.frombuffer(getattr(self, name), np.uint8) for name in ("begin", "update")}
         return plain, programs
 
@@ -45,7 +45,7 @@ class DenseForm:
     def from_told(cls, fields: Mapping[str, Any], programs: Mapping[str, NDArray[np.uint8]]) -> "DenseForm":
         """Undoes `told`."""
         plain: dict[str, Any] = {name: tuple(fields[name]) for name in fields}
-        plain["shapes"] = tuple(map(tuple, plain["shapes"]))
+        plain["carry"] = tuple(KeptForm(name, tuple(shape), dtype) for name, shape, dtype in plain["carry"])
         plain["numbers"] = tuple((name, int(count)) for name, count in plain["numbers"])
         return cls(**plain, begin=programs["begin"].tobytes(), update=programs["update"].tobytes())
 
@@ -57,8 +57,7 @@ class DensePart:
     def __init__(self, form: DenseForm) -> None:
         self.form = form
         self._begin, self._update = loaded(form.begin), loaded(form.update)
-        pairs = zip(form.shapes, form.dtypes, strict=True)
-        self.carry: list[NDArray[Any]] = [np.zeros(shape, jax.numpy.dtype(dtype)) for shape, dtype in pairs]
+        self.carry: list[NDArray[Any]] = [np.zeros(one.shape, jax.numpy.dtype(one.dtype)) for one in form.carry]
 
     def bear(self, key_data: NDArray[Any]) -> None:
         """Makes the first values, as the user's `init` does. **Arguments:** `key_data`: of its key."""
@@ -70,9 +69,8 @@ class DensePart:
         got = [(one.dtype, one.shape) for one in found]
         expected = [(one.dtype, one.shape) for one in self.carry]
         if got != expected:
-            raise ArgumentError(
-                f"variables {list(self.form.carry)} were given as {_words(got)}, expected {_words(expected)}"
-            )
+            names = [one.name for one in self.form.carry]
+            raise ArgumentError(f"variables {names} were given as {_words(got)}, expected {_words(expected)}")
         self.carry = found
 
     def values(self) -> list[NDArray[Any]]:
