@@ -8,12 +8,12 @@ from benchmarks.harness import Report, arguments, models, run, say
 from benchmarks.servers.applying import apply_case
 from benchmarks.servers.linked import linked_cases
 from benchmarks.servers.paces import paces_case
+from benchmarks.servers.recovering import recover_case
 from benchmarks.servers.steps import step_case
 
-CASES = ("apply", "step", "links", "paces")
+CASES = ("apply", "step", "links", "paces", "recover")
 _BUILT = "not built yet"
 _LATER = {
-    "recover": ("<= 2", _BUILT),
     "resize": ("<= 1.1", _BUILT),
     "disk": (">= 0.5", _BUILT),
     "delta": ("<= 1.1", _BUILT),
@@ -43,6 +43,10 @@ def main() -> int:
     if "paces" in wanted:
         say("paces")
         paces_case(report, seconds=1 if quick else 12, step_seconds=0.1, rounds=1 if quick else 3)
+    if "recover" in wanted:
+        say("recover")
+        rows = 50_000 if quick else 4_000_000
+        recover_case(report, num_rows=rows, width=32, rounds=1 if quick else 5)
     for claim, (target, why) in _LATER.items():
         report.not_measured(claim, target, why)
     return report.finish()

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import braidax.comm.serving.asking
+import braidax.comm.serving.server  # noqa: F401 (not by the threads of several ranks at once)
 from braidax.comm import Communicator
 from braidax.errors import CallFailed, WaitTimeout
 from tests.comm.ranks import results

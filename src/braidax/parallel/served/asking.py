@@ -17,11 +17,21 @@ _NOTICED_SECONDS = 10.0
 
 @final
 class Asking:
-    """Asks servers, from any thread, until closed. **Arguments:** `joined`: their world. `copies`: of each part."""
+    """Asks servers, from any thread, until closed.
 
-    def __init__(self, joined: Joined, copies: int) -> None:
+    **Arguments:** `joined`: their world. `copies`: of each part. `spares`: how many servers, the last ones, have none.
+
+    **Fields:** `having`: by part the servers that have it.
+    """
+
+    def __init__(self, joined: Joined, copies: int, spares: int = 0) -> None:
         self._world, self._gang, self._run = joined.world, joined.gang, joined.meeting.job
-        self._num_servers, self._copies, self._lost = joined.meeting.num_servers, copies, set[int]()
+        num_servers, self._copies, self._lost = joined.meeting.num_servers, copies, set[int]()
+        self._num_servers = num_servers - spares  # that have a part
+        self._spares = [*range(self._num_servers, num_servers)]
+        self.having = [
+            [(part + copy) % self._num_servers for copy in range(copies)] for part in range(self._num_servers)
+        ]
         # A pull that waits for updates of others holds no push up.
         self._pool = ThreadPoolExecutor(2 * self._num_servers * copies, thread_name_prefix="braidax-ask")
 
@@ -59,7 +69,7 @@ class Asking:
 
     def _holders(self, part: int) -> list[int]:
         """Returns the servers that have a part, and are not known to be lost."""
-        every = [(part + copy) % self._num_servers for copy in range(self._copies)]
+        every = self.having[part]
         return [server for server in every if server not in self._lost] or every
 
     def _ask(self, server: int, part: int, question: Callable[[int], list[Any]]) -> Message | PeerLost:
@@ -91,6 +101,30 @@ class Asking:
                 last.host,
             ) from last
         return found
+
+    # Servers in place of others
+
+    def wanted(self) -> list[tuple[int, int]]:
+        """Returns which servers are lost, and which spare one is to take the place of each."""
+        spares = [spare for spare in self._spares if spare not in self._lost]
+        lost = sorted(rank for rank in self._lost if any(rank in ranks for ranks in self.having))
+        return [*zip(lost, spares, strict=False)]
+
+    def fill(self, lost: int, spare: int, question: Callable[[int], list[Any]]) -> None:
+        """Brings what one had that is lost to a spare server. **Arguments:** `question`: makes room for a part.
+
+        **Raises:** `PeerLost` where nobody else has it, or the spare one is lost, too.
+        """
+        for part in (part for part, ranks in enumerate(self.having) if lost in ranks):
+            source = next((rank for rank in self._holders(part) if rank not in self._lost), lost)
+            self._first(part, [self._ask(spare, part, question)])
+            filled = self.packed("fill", part, {"source": source})
+            self._first(part, [self._ask(spare, part, lambda _, filled=filled: filled)])
+
+    def replace(self, lost: int, spare: int) -> None:
+        """Asks a spare server from now on in place of one that is lost."""
+        self._spares.remove(spare)
+        self.having = [[spare if rank == lost else rank for rank in ranks] for ranks in self.having]
 
     def close(self) -> None:
         """Leaves the world. A second call does nothing."""

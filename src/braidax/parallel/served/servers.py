@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import logging
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, final
 
@@ -20,6 +22,7 @@ from .on_servers.server import described
 from .programs import JOINS, TableForm
 from .wire import packed
 
+_log = logging.getLogger("braidax")
 _BLOCK_BYTES = 16 << 20  # of a table that is read or written whole, a message
 
 
@@ -53,7 +56,8 @@ class Servers:
 
     **Arguments:** `joined`: their world. `forms`: of the tables, by name. `staleness`: how many updates one who trains
     may be ahead of another; None: each push is an update by itself. `copies`: how many servers have each part of a
-    table. `dense`: by server what it has whole, where those who train have nothing; gradients are then averaged.
+    table. `spares`: how many servers have none until one is lost. `dense`: by server what it has whole, where those who
+    train have nothing; gradients are then averaged.
 
     **Raises:** `ArgumentError`; what servers raise that have no room.
     """
@@ -65,21 +69,24 @@ class Servers:
         *,
         staleness: int | None = 0,
         copies: int = 1,
+        spares: int = 0,
         dense: Sequence[DenseForm] = (),
     ) -> None:
         self._forms, self._dense, self._joined = forms, dense, joined
-        self._world, self.num_servers = joined.world, joined.meeting.num_servers
+        self._world, self.num_servers = joined.world, joined.meeting.num_servers - spares
         self._num_workers, self.worker = joined.meeting.num_workers, joined.worker
-        self._copies, self._closed = copies, False
-        self._asking = Asking(joined, copies)
+        self._spares, self._closed = spares, False
+        self._asking = Asking(joined, copies, spares)
         self._workers: Communicator | None = None
         try:
             if copies > self.num_servers:
                 raise ArgumentError(
-                    f"copies={copies} of Served, and there are {self.num_servers} servers: expected as many at least"
+                    f"copies={copies} of Served, and there are {self.num_servers} servers"
+                    f"{f' and {spares} spare ones' if spares else ''}: expected as many at least"
                 )
             self._workers = self._world.split(1) if self._num_workers > 1 else None
-            self._first_asks(functools.partial(self._making, *described(forms), {"staleness": staleness}))
+            self._made = functools.partial(self._making, *described(forms), {"staleness": staleness})
+            self._first_asks(self._made)
         except BaseException:
             self.close(others="leave")
             raise
@@ -88,7 +95,7 @@ class Servers:
         self, tables: list[dict[str, Any]], programs: Mapping[str, Any], more: Mapping[str, Any], part: int
     ) -> list[Any]:
         """Returns what a server is told that makes a part."""
-        fields, arrays = {"tables": tables, "copies": self._copies, **more}, dict(programs)
+        fields, arrays = {"tables": tables, "parts": self.num_servers, **more}, dict(programs)
         if self._dense:
             fields["dense"], of_dense = self._dense[part].told()
             fields["gradients"] = "averaged"
@@ -106,6 +113,26 @@ class Servers:
             self._workers.barrier()
         except PeerLost as error:
             raise self._one_is_lost(str(error), error.rank, error.host) from error
+
+    def recover(self, settle: Callable[[], object]) -> None:
+        """Lets spare servers take the place of those that are lost; all processes call it, before an update.
+
+        **Arguments:** `settle`: returns when servers have all that was pushed.
+        """
+        if not self._spares:
+            return
+        wanted = np.array(self._asking.wanted() if self.worker == 0 else [], np.int64).reshape(-1, 2)
+        wanted = self.of_first(wanted)
+        if not len(wanted):
+            return
+        settle()
+        for lost, spare in wanted.tolist():
+            begun = time.monotonic()
+            if self.worker == 0:
+                self._asking.fill(lost, spare, self._made)
+            self.meet()
+            self._asking.replace(lost, spare)
+            _log.warning("server %d has taken the place of %d in %.1f s", spare, lost, time.monotonic() - begun)
 
     def of_first(self, value: NDArray[Any]) -> NDArray[Any]:
         """Returns what the first of all has given; all call it."""

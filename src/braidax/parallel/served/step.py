@@ -71,7 +71,9 @@ class ServedStep:
         self._forms = feed.forms(born)
         placement = feed.placement
         joined = join_with_processes(gang)
-        self._servers = Servers(joined, self._forms, staleness=placement.staleness, copies=placement.copies)
+        self._servers = Servers(
+            joined, self._forms, staleness=placement.staleness, copies=placement.copies, spares=placement.spares
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
         self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
         self._summing = Summing(self._threads)
@@ -154,18 +156,22 @@ class ServedStep:
         """
         self._check_state(state)
         self._check_batch(batch)
+        placement = self._feed.placement
+        if placement.spares:
+            self._wait(behind=placement.staleness)
+            self._servers.recover(self._wait)
         pulling = self._pulling.take(jax.tree.leaves(batch), self._num_updates)
         if coming is not None:
             self._prepare(coming, self._num_updates + 1 + self._pulling.num_coming)
         state, batch = adopt(state, self.state_shardings), place(batch, self.batch_shardings)
         if pulling is None:
             ids = self._programs.ids(state.variables, state.key, state.step, batch)
-            self._wait(behind=self._feed.placement.staleness)
+            self._wait(behind=placement.staleness)
             rows, pulled = self._pulling.pull(ids)
         else:
             rows, pulled = pulling.result()
-            self._wait(behind=self._feed.placement.staleness)
-            if pulled.step < self._num_updates - self._feed.placement.staleness:
+            self._wait(behind=placement.staleness)
+            if pulled.step < self._num_updates - placement.staleness:
                 pulled = self._servers.pull(rows, known=pulled)
         self._lags[max(0, self._num_updates - pulled.step)] += 1
         fed = fed_with(self._reading, rows, pulled)

@@ -1,7 +1,7 @@
 """What one rank of a gang has of the tables of a run, and how long it serves."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, final
 
@@ -9,7 +9,7 @@ from braidax.comm import Communicator
 from braidax.cores import usable_cores
 from braidax.errors import ArgumentError, WaitTimeout
 from braidax.parallel.served.meeting import Meeting
-from braidax.parallel.served.wire import packed, unpacked
+from braidax.parallel.served.wire import Message, packed, unpacked
 
 from .server import TableServer
 
@@ -22,11 +22,13 @@ class Holder:
 
     Copies are told of each update as the part itself is, so that either is as good as the other.
 
-    **Arguments:** `rank`, `size`: of this. `num_workers`: who train. `threads`: as of `Shard`.
+    **Arguments:** `rank`: of this. `num_workers`: who train. `ask`: asks another server. `threads`: as of `Shard`.
     """
 
-    def __init__(self, rank: int, size: int, num_workers: int, threads: Executor | None = None) -> None:
-        self._rank, self._size, self._num_workers, self._threads = rank, size, num_workers, threads
+    def __init__(
+        self, rank: int, num_workers: int, ask: Callable[[int, Any], Any], threads: Executor | None = None
+    ) -> None:
+        self._rank, self._num_workers, self._ask, self._threads = rank, num_workers, ask, threads
         self._parts: dict[int, TableServer] = {}
         self._lock = threading.RLock()  # requests come on one thread, and losses on another
 
@@ -40,15 +42,28 @@ class Holder:
                 self._lose(rank)
                 return packed("left")
             part = message.fields.get("part")
+            if message.kind == "fill" and part in self._parts:
+                return self._fill(self._parts[part], message.fields)
             if part not in self._parts:
                 raise ArgumentError(f"server {self._rank} was asked for part {part}, expected one of {[*self._parts]}")
             return self._parts[part].answer(rank, message)
 
     def _begin(self, fields: Mapping[str, Any]) -> None:
-        """Makes room for a part, if it belongs here. **Arguments:** `fields`: how many `copies` there are of each."""
-        part, copies = int(fields["part"]), int(fields.get("copies", 1))
-        if 0 <= part < self._size and (self._rank - part) % self._size < copies:
-            self._parts.setdefault(part, TableServer(part, self._size, self._num_workers, self._threads))
+        """Makes room for a part of `parts`."""
+        part, parts = int(fields["part"]), int(fields["parts"])
+        if 0 <= part < parts:
+            self._parts[part] = TableServer(part, parts, self._num_workers, self._threads)
+
+    def _fill(self, part: TableServer, fields: Mapping[str, Any]) -> Any:
+        """Copies a part from another server, its `source`, on which nothing changes meanwhile."""
+        source = int(fields["source"])
+
+        def ask(kind: str, more: Mapping[str, Any]) -> Message:
+            told = {"run": fields["run"], "part": fields["part"], **more}
+            return unpacked(self._ask(source, packed(kind, told)))
+
+        part.fill(ask)
+        return packed("filled")
 
     def lose(self, rank: int) -> None:
         """Goes on without one who trained, as `TableServer.lose` says. **Arguments:** `rank`: in the world."""
@@ -68,11 +83,11 @@ def serve(comm: Communicator, meeting: Meeting) -> None:
     num_workers, lost = meeting.num_workers, set[int]()
     world = meeting.join(comm.rank)
     with world, ThreadPoolExecutor(usable_cores(), "braidax-rows") as threads:
-        holder = Holder(comm.rank, comm.size, num_workers, threads)
+        holder = Holder(comm.rank, num_workers, world.ask, threads)
         if num_workers > 1:
             world.split(0)
         with world.serve(holder.handle) as serving:
-            for other in range(comm.size):  # servers ask one another nothing
+            for other in range(comm.size):  # servers are not waited for, though one may ask to fill its part
                 if other != comm.rank:
                     world.end_asking(other)
             while True:

@@ -1,6 +1,6 @@
 """A server: the parts of tables that one rank of a gang has, and what it answers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple, final
 
@@ -16,6 +16,7 @@ from .dense import DenseForm, DensePart
 from .shard import Shard
 from .updates import Given, Update, Updates
 
+_COPIED_BYTES = 32 << 20  # a message, between servers
 _ANEW = ("make", "bear", "load", "load dense")  # what gives a server other tables
 
 
@@ -62,6 +63,8 @@ class TableServer:
             "push": self._push,
             "read": self._read,
             "read dense": self._read_dense,
+            "copy": self._copy,
+            "state": self._state,
             "hold": self._hold,
             "release": self._release,
         }
@@ -325,6 +328,33 @@ class TableServer:
         """Reads the variables that are here whole, and what is kept of them."""
         carry = self._having_dense().carry
         return packed("dense", {"step": self._updates.step}, {str(at): one for at, one in enumerate(carry)})
+
+    def _state(self, rank: int, message: Message) -> Any:
+        """Tells what a copy of this part has besides rows."""
+        pairs = ((f"{name}/{at}", one) for name, shard in self._shards.items() for at, one in enumerate(shard.shared))
+        return packed("state", {"step": self._updates.step}, dict(pairs))
+
+    def _copy(self, rank: int, message: Message) -> Any:
+        """Reads consecutive rows as they lie here."""
+        shard, start = self._shard(message.fields["table"]), int(message.fields["start"])
+        rows = shard.lying(start, int(message.fields["stop"]))
+        return packed("rows", {}, {str(at): leaf for at, leaf in enumerate(rows)})
+
+    def fill(self, ask: Callable[[str, Mapping[str, Any]], Message]) -> None:
+        """Becomes a copy of the same part on another server. **Arguments:** `ask`: asks that one."""
+        state = ask("state", {})
+        for name, shard in self._shards.items():
+            step = max(1, _COPIED_BYTES // max(1, shard.row_bytes))
+            for start in range(0, shard.num_rows, step):
+                stop = min(start + step, shard.num_rows)
+                found = ask("copy", {"table": name, "start": start, "stop": stop}).arrays
+                for leaf, rows in zip(shard.lying(start, stop), found.values(), strict=True):
+                    leaf[:] = rows
+            shard.share([state.arrays[f"{name}/{at}"] for at in range(shard.form.num_shared)])
+        if self._dense is not None:
+            found = ask("read dense", {}).arrays
+            self._dense.load([found[str(at)] for at in range(len(found))])
+        self._begin(int(state.fields["step"]))
 
     def _having_dense(self) -> DensePart:
         if self._dense is None:

@@ -75,6 +75,16 @@ class Shard:
         for start in range(0, self.num_rows, self._chunk):
             self._begun(self.values[start : start + self._chunk], start)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, with all that is kept of it."""
+        return sum(leaf.nbytes for leaf in self.lying(0, self.num_rows)) // max(1, self.num_rows)
+
+    def lying(self, start: int, stop: int) -> list[NDArray[Any]]:
+        """Returns consecutive rows as they lie here, which are not brought up, to be read or written: values, what is
+        kept of them, and when each was moved last."""
+        return [leaf[start:stop] for leaf in (self.values, *self.kept, self.touched)]
+
     def put(self, start: int, values: NDArray[Any], kept: Sequence[NDArray[Any]]) -> None:
         """Puts rows, and what is kept of them, in place of consecutive ones. **Raises:** `ArgumentError`."""
         expected = [self.values.shape[1:], *(leaf.shape[1:] for leaf in self.kept)]
