@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from braidax.comm import Communicator
-from braidax.errors import ArgumentError, CommError, WaitTimeout
+from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.gang import Gang
 from braidax.program.coordination import coordination
 
@@ -111,9 +111,12 @@ def open_meeting(
         gang.hosts, num_workers=workers, transport=gang.transport, timeout_seconds=timeout_seconds, reach=reach
     ) as meeting:
         serving = gang.submit(serve, meeting)
-        yield meeting
-        if serving.done:
-            serving.result()
+        try:
+            yield meeting
+        except (CommError, WaitTimeout) as error:
+            if serving.done and not isinstance(error, PeerLost):
+                serving.result()  # which says why they have not come
+            raise
 
 
 def check_gang(gang: Any) -> None:
