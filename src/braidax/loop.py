@@ -18,9 +18,9 @@ from braidax.parallel import Step, TrainStep
 from braidax.report import Report, RunLength
 
 if TYPE_CHECKING:
-    from braidax.parallel import PipelinedStep, ServedStep
+    from braidax.parallel import PipelinedStep, ServedStep, WorkerStep
 
-    AnyStep = Step | TrainStep | PipelinedStep | ServedStep
+    AnyStep = Step | TrainStep | PipelinedStep | ServedStep | WorkerStep
 
 TestMetrics = Callable[[Any, Any], Mapping[str, Any]]
 """Gives the metrics of a state on a batch."""
@@ -50,6 +50,20 @@ class HasTables(Protocol):
 
     def prepare(self, batch: Any) -> None:
         """Begins to pull what a coming batch reads."""
+        ...
+
+
+@runtime_checkable
+class HasVariables(Protocol):
+    """A step of a worker, all of whose variables are on servers."""
+
+    @property
+    def variables(self) -> Any:
+        """Stands for them in a checkpoint."""
+        ...
+
+    def meet(self, state: Any) -> Any:
+        """Returns the state to go on with, when all workers have come."""
         ...
 
 
@@ -121,15 +135,18 @@ def fit(
 
 def _saved(step: object, state: Any, cursor: Cursor) -> Any:
     """Returns the tree of a run's checkpoints, which begins with the state and ends with the cursor."""
+    if isinstance(step, HasVariables):
+        return state, step.variables, cursor
     return (state, step.tables, cursor) if isinstance(step, HasTables) else (state, cursor)
 
 
 def _restored(saver: Saver | None, step: object, state: Any, loader: DataLoader) -> Any:
     """Returns the state to go on with, and sets the loader to go on with it."""
     if saver is None:
-        return state
+        return step.meet(state) if isinstance(step, HasVariables) else state
     seed = loader.cursor.seed
     state, *_, loader.cursor = saver.restore(_saved(step, state, loader.cursor))
+    state = step.meet(state) if isinstance(step, HasVariables) else state
     if loader.cursor.seed != seed:
         _log.warning("fit: the loader has seed=%s; the run goes on with its own, %s", seed, loader.cursor.seed)
     return state
@@ -193,7 +210,7 @@ class _Batches:
 def _trace_all(report: Report, step: "AnyStep", loader: DataLoader, saver: Saver | None) -> None:
     if report.traces_all:
         loader.trace = report.trace
-        if not isinstance(step, Step | TrainStep | HasTables):
+        if not isinstance(step, Step | TrainStep | HasTables | HasVariables):
             step.trace = report.trace
         if isinstance(saver, Checkpointer):
             saver.trace = report.trace

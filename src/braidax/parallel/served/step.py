@@ -44,7 +44,7 @@ class ServedStep:
     and only the last one can be gone on with.
 
     **Arguments:** `work`, whose feed is `feed`. `born`: traced `key -> Born`. `batch`: specs. `gang`: whose ranks are
-    the servers; None in all processes but the first.
+    the servers; None in all processes but the first, and for those of `braidax launch`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ServedStep:
         self._num_updates, self._key = -1, None  # before there are any tables
         self._forms = feed.forms(born)
         placement = feed.placement
-        joined = join_with_processes(gang)
+        joined = join_with_processes(gang, copies=placement.copies)
         self._servers = Servers(joined, self._forms, staleness=placement.staleness, copies=placement.copies)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
         self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")

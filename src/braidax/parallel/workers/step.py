@@ -43,7 +43,8 @@ class WorkerStep:
     taken, and its key; whatever is trained servers have.
 
     **Arguments:** `work`, without a feed where no variable is read by rows. `born`: traced `key -> Born`. `batch`:
-    specs, of a worker's own samples. `loss`: spec. `servers`: a gang, or a meeting of a worker.
+    specs, of a worker's own samples. `loss`: spec. `servers`: a gang, or a meeting of a worker;
+    None for those of `braidax launch`.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class WorkerStep:
         self._num_updates = -1  # before there is a state
         self._forms = {} if feed is None else feed.forms(born)
         dense = dense_forms(work, loss, num_servers_of(servers))  # before others wait for this one
-        joined = join_alone(servers)
+        joined = join_alone(servers, copies=strategy.copies)
         self.worker, self.num_workers = joined.worker, joined.meeting.num_workers
         self._servers = Servers(joined, self._forms, staleness=strategy.staleness, copies=strategy.copies, dense=dense)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-workers")

@@ -61,27 +61,32 @@ class Holder:
 
 
 def serve(comm: Communicator, meeting: Meeting) -> None:
-    """Serves tables as one rank of a gang, until those who ask are gone.
+    """Serves tables as one rank of a gang. **Arguments:** `comm`: of the gang. `meeting`: as of `serve_as`."""
+    serve_as(comm.rank, meeting)
 
-    **Arguments:** `comm`: of the gang. `meeting`: where servers and those who ask meet.
+
+def serve_as(rank: int, meeting: Meeting) -> None:
+    """Serves tables until those who ask are gone.
+
+    **Arguments:** `rank`: which of the servers this is. `meeting`: where servers and those who ask meet.
     """
-    num_workers, lost = meeting.num_workers, set[int]()
-    world = meeting.join(comm.rank)
+    num_servers, num_workers, lost = meeting.num_servers, meeting.num_workers, set[int]()
+    world = meeting.join(rank)
     with world, ThreadPoolExecutor(usable_cores(), "braidax-rows") as threads:
-        holder = Holder(comm.rank, comm.size, num_workers, threads)
+        holder = Holder(rank, num_servers, num_workers, threads)
         if num_workers > 1:
             world.split(0)
         with world.serve(holder.handle) as serving:
-            for other in range(comm.size):  # servers ask one another nothing
-                if other != comm.rank:
+            for other in range(num_servers):  # servers ask one another nothing
+                if other != rank:
                     world.end_asking(other)
             while True:
                 try:
                     serving.wait(_LOOK_SECONDS)
                 except WaitTimeout:  # who is lost is not waited for by others
-                    for rank in sorted(world.lost - lost):
-                        lost.add(rank)
-                        if rank >= comm.size:
-                            holder.lose(rank)
+                    for one in sorted(world.lost - lost):
+                        lost.add(one)
+                        if one >= num_servers:
+                            holder.lose(one)
                 else:
                     return
