@@ -93,8 +93,14 @@ def launch(
             code = _launch_on_gang(program, where, restarts, transport)
         else:
             assert where.processes is not None
-            options = {"servers": where.servers, "restarts": restarts, "grace_seconds": grace}
-            code = launch_here(program, where.processes, transport=transport, **options)
+            code = launch_here(
+                program,
+                where.processes,
+                servers=where.servers,
+                restarts=restarts,
+                transport=transport,
+                grace_seconds=grace,
+            )
     raise typer.Exit(code)
 
 

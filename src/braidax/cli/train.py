@@ -183,6 +183,7 @@ def made_step(task: Task, devices: Devices, *, batch_size: int, num_steps: int) 
     """Makes the step of a task as `make_step` does, with its servers, if a strategy has some: on this host, or those of
     `braidax launch`."""
     with ExitStack() as stack:
+        make_mesh(devices.mesh)  # before anybody asks JAX which process this is, which makes its devices
         gang: LocalGang | None = None
         if has_servers(devices.strategies) and jax.process_index() == 0 and SERVERS not in os.environ:
             gang = stack.enter_context(LocalGang(devices.servers or 1))

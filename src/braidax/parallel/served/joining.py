@@ -95,6 +95,7 @@ def num_servers_of(servers: Any) -> int:
     if isinstance(servers, Meeting):
         return servers.num_servers
     check_gang(servers)
+    assert servers is not None, "it was checked"
     return servers.size
 
 
