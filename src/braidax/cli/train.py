@@ -92,7 +92,7 @@ class _Report(Report):
 class _Run:
     """The engines of a run, all of which record to the trace of the report."""
 
-    step: Step
+    step: Any
     loader: DataLoader
     test: DataLoader
     saver: Checkpointer
@@ -209,7 +209,7 @@ def make_step(
     strategies = dict.fromkeys(mesh.axis_names, Hybrid()) if chosen is None else chosen
     check_axes(strategies, mesh)
 
-    def step(strategies: Mapping[str, Strategy]) -> Step:
+    def step(strategies: Mapping[str, Strategy]) -> Any:
         return parallelize(task.loss, optimizer, mesh, strategies, init=task.init, batch=batch, servers=servers)
 
     first = step(strategies)
