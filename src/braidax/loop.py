@@ -89,10 +89,10 @@ def fit(
     processes it is enough that one is told. The saver stays open: who made it closes it.
 
     **Arguments:** `step`: from `braidax.parallelize`; a decorated one takes `(state, batch)` and returns its metrics as
-    a dict. Workers of `ParameterServers` all call this, and the first one has the saver. `state`: from `step.init`, or a decorated step's; it is donated. `loader`: batches as `step` takes them; how
-    many bad records were skipped is shown at the end. `saver`: restores before the first step, and is shown the state
-    and the loader's cursor after each one; the plan is in its notes. `report`: what is shown and written, nothing by
-    default; a trace that it was given becomes that of the loader, a `Checkpointer` and stages. `test`: if given,
+    a dict. `state`: from `step.init`, or a decorated step's; it is donated. `loader`: batches as `step` takes them; bad
+    records are counted at the end. `saver`: of several workers the first one's; restores before the first step, and is
+    shown the state and the loader's cursor after each one; the plan is in its notes. `report`: what is shown and
+    written, nothing by default; its trace becomes that of the loader, a `Checkpointer` and stages. `test`: if given,
     evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's `evaluate`,
     which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told the next batch,
     which is then taken from the loader an update earlier; by default where rows of tables are fetched ahead from

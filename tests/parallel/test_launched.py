@@ -31,8 +31,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
     def run(*case: str, processes: int, servers: int, log: io.StringIO | None = None, **options: Any) -> Any:
-        log, given = io.StringIO() if log is None else log, {"initialize": "nothing", **options}
-        restarts = given.pop("restarts", 0)
+        log, restarts = io.StringIO() if log is None else log, options.pop("restarts", 0)
+        given: dict[str, Any] = {"initialize": "nothing", **options}
         program = Program("tests.parallel.launched", case, "module", devices_per_process=1, **given)
         return launch_here(program, processes, servers=servers, restarts=restarts, log=log), log.getvalue()
 

@@ -58,11 +58,7 @@ def launch(
 
     **Raises:** `ArgumentError` for places that do not go together; any error of braidax.
     """
-    if where.hosts is not None and (where.processes is not None or where.gang is not None):
-        raise ArgumentError(
-            f"--hosts {where.hosts} says how many processes there are; leave out --processes and --gang"
-        )
-    _check_servers(where)
+    _check_where(where)
     place = rank_from_environment(os.environ)
     started = place if place is not None and place.origin != "braidax" else None
     check_transport(transport, "--transport")
@@ -104,8 +100,12 @@ def launch(
     raise typer.Exit(code)
 
 
-def _check_servers(where: Where) -> None:
-    """Raises `ArgumentError` for servers where they cannot be started yet."""
+def _check_where(where: Where) -> None:
+    """Raises `ArgumentError` for places that do not go together, and servers where they cannot be started yet."""
+    if where.hosts is not None and (where.processes is not None or where.gang is not None):
+        raise ArgumentError(
+            f"--hosts {where.hosts} says how many processes there are; leave out --processes and --gang"
+        )
     if where.servers and (where.processes is None or where.gang is not None):
         there = f"--gang {where.gang}" if where.gang else f"--hosts {where.hosts}" if where.hosts else "no --processes"
         raise ArgumentError(
