@@ -18,9 +18,9 @@ from braidax.parallel import Step, TrainStep
 from braidax.report import Report, RunLength
 
 if TYPE_CHECKING:
-    from braidax.parallel import PipelinedStep, ServedStep
+    from braidax.parallel import PipelinedStep, ServedStep, WorkerStep
 
-    AnyStep = Step | TrainStep | PipelinedStep | ServedStep
+    AnyStep = Step | TrainStep | PipelinedStep | ServedStep | WorkerStep
 
 TestMetrics = Callable[[Any, Any], Mapping[str, Any]]
 """Gives the metrics of a state on a batch."""
@@ -53,6 +53,20 @@ class HasTables(Protocol):
         ...
 
 
+@runtime_checkable
+class HasVariables(Protocol):
+    """A step of a worker, all of whose variables are on servers."""
+
+    @property
+    def variables(self) -> Any:
+        """Stands for them in a checkpoint."""
+        ...
+
+    def meet(self, state: Any) -> Any:
+        """Returns the state to go on with, when all workers have come."""
+        ...
+
+
 _log = logging.getLogger("braidax")
 _WITHIN_SECONDS = 30.0  # which platforms leave between SIGTERM and SIGKILL
 
@@ -75,10 +89,10 @@ def fit(
     processes it is enough that one is told. The saver stays open: who made it closes it.
 
     **Arguments:** `step`: from `braidax.parallelize`; a decorated one takes `(state, batch)` and returns its metrics as
-    a dict. `state`: from `step.init`, or a decorated step's; it is donated. `loader`: batches as `step` takes them; how
-    many bad records were skipped is shown at the end. `saver`: restores before the first step, and is shown the state
-    and the loader's cursor after each one; the plan is in its notes. `report`: what is shown and written, nothing by
-    default; a trace that it was given becomes that of the loader, a `Checkpointer` and stages. `test`: if given,
+    a dict. `state`: from `step.init`, or a decorated step's; it is donated. `loader`: batches as `step` takes them; bad
+    records are counted at the end. `saver`: of several workers the first one's; restores before the first step, and is
+    shown the state and the loader's cursor after each one; the plan is in its notes. `report`: what is shown and
+    written, nothing by default; its trace becomes that of the loader, a `Checkpointer` and stages. `test`: if given,
     evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's `evaluate`,
     which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told the next batch,
     which is then taken from the loader an update earlier; by default where rows of tables are fetched ahead from
@@ -121,15 +135,18 @@ def fit(
 
 def _saved(step: object, state: Any, cursor: Cursor) -> Any:
     """Returns the tree of a run's checkpoints, which begins with the state and ends with the cursor."""
+    if isinstance(step, HasVariables):
+        return state, step.variables, cursor
     return (state, step.tables, cursor) if isinstance(step, HasTables) else (state, cursor)
 
 
 def _restored(saver: Saver | None, step: object, state: Any, loader: DataLoader) -> Any:
     """Returns the state to go on with, and sets the loader to go on with it."""
     if saver is None:
-        return state
+        return step.meet(state) if isinstance(step, HasVariables) else state
     seed = loader.cursor.seed
     state, *_, loader.cursor = saver.restore(_saved(step, state, loader.cursor))
+    state = step.meet(state) if isinstance(step, HasVariables) else state
     if loader.cursor.seed != seed:
         _log.warning("fit: the loader has seed=%s; the run goes on with its own, %s", seed, loader.cursor.seed)
     return state
@@ -193,7 +210,7 @@ class _Batches:
 def _trace_all(report: Report, step: "AnyStep", loader: DataLoader, saver: Saver | None) -> None:
     if report.traces_all:
         loader.trace = report.trace
-        if not isinstance(step, Step | TrainStep | HasTables):
+        if not isinstance(step, Step | TrainStep | HasTables | HasVariables):
             step.trace = report.trace
         if isinstance(saver, Checkpointer):
             saver.trace = report.trace

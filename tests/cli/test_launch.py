@@ -19,6 +19,7 @@ from tests.gang.programs import wait_until_gone
 from tests.gang.test_launch import JOIN, SAVE, STOPS
 from tests.laws.tree import ROOT
 from tests.tasks.archives import write_mnist
+from tests.tasks.test_dlrm import write_criteo
 
 COMMAND = [sys.executable, "-m", "braidax.cli"]
 JAX = """
@@ -176,6 +177,14 @@ def test_a_program_runs_on_dask(tmp_path: Path) -> None:
             "error: --grace-seconds 9: --gang ray ends its ranks at once; leave it out",
         ),
         (
+            ["--hosts", "hosts", "--servers", "2"],
+            {},
+            "error: --servers 2 with --hosts hosts: servers are started on this machine only, beside its --processes",
+        ),
+        (["--gang", "dask", "-n", "2", "--servers", "1"], {}, "error: --servers 1 with --gang dask: servers are"),
+        (["--servers", "1"], {"PMI_RANK": "0", "PMI_SIZE": "1"}, "error: --servers 1 with no --processes"),
+        (["-n", "1", "--servers", "-1"], {}, "Invalid value for '--servers'"),
+        (
             ["--grace-seconds", "9"],
             {"PMI_RANK": "0", "PMI_SIZE": "1"},
             "error: --grace-seconds 9: pmi has started this process, and ends it by its own rules",
@@ -198,8 +207,9 @@ def test_training_together_passes_every_option_on(tmp_path: Path, monkeypatch: p
     seen: list[tuple[Program, int, int, float]] = []
 
     def launch_here(
-        program: Program, num_processes: int, *, restarts: int, transport: str, grace_seconds: float
+        program: Program, num_processes: int, *, servers: int, restarts: int, transport: str, grace_seconds: float
     ) -> int:
+        assert servers == 0  # the first process has them
         seen.append((program, num_processes, restarts, grace_seconds))
         return 3
 
@@ -231,6 +241,24 @@ def test_training_together_passes_every_option_on(tmp_path: Path, monkeypatch: p
     shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).output
     offered = set(re.findall(r"--[a-z][a-z-]+", shown))
     assert offered == {*options, "--processes", "--restarts", "--grace-seconds", "--help"}
+
+
+@pytest.mark.slow
+def test_a_task_trains_with_servers_of_the_launcher(tmp_path: Path) -> None:
+    write_criteo(tmp_path / "train.txt", 40)
+    train = ["train", "dlrm", "--data", "train.txt", "--preset", "tiny", "--batch-size", "8", "--epochs", "1"]
+    train += ["--mesh", "data=2", "--strategy", "data=servers"]
+    ended = run(
+        *["launch", "-n", "2", "--servers", "2", "--transport", "ucx", "--", "braidax", *train, "--out", "two"],
+        folder=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "braidax launch" not in ended.stderr  # the servers were met
+    alone = run(*train, "--out", "one", folder=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    lines = ((tmp_path / out / "metrics.jsonl").read_text().splitlines() for out in ("two", "one"))
+    found, expected = ([found["loss"] for found in map(json.loads, each) if "loss" in found] for each in lines)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from braidax.cli import app
 from braidax.parallel import Link, Machine
 from tests.tasks.archives import write_cifar100, write_mnist
+from tests.tasks.test_dlrm import write_criteo
 
 COMMAND = [sys.executable, "-c", "from braidax.cli import main; main()"]
 
@@ -259,6 +260,44 @@ def test_a_language_model_trains_with_its_tables_by_rows(tmp_path: Path, monkeyp
     assert float(perplexity[1]) < 2000
     code, again = run(*arguments)
     assert f"test perplexity {perplexity[1]}  no step was left to train" in again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["servers", "parameter_servers_async"])
+def test_a_task_trains_with_servers_and_goes_on(tmp_path: Path, strategy: str) -> None:
+    data = write_criteo(tmp_path / "train.txt", 40)
+    arguments = ["train", "dlrm", "--data", data, "--preset", "tiny", "--mesh", "data=2", "--batch-size", "8"]
+    arguments += ["--strategy", f"data={strategy}", "--out", tmp_path / "run"]
+    code, output = run(*arguments, "--epochs", "1")
+    assert code == 0, output
+    steps = int(re.search(r"epochs of (\d+) batches", output)[1])  # type: ignore[index]
+    code, output = run(*arguments, "--epochs", "2", "--servers", "2")
+    assert code == 0, output
+    assert f"going on after step {steps}" in output
+    assert f"(step {2 * steps})" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ([], {"BRAIDAX_SERVERS": "2"}, "braidax launch has started 2 servers, and --strategy has nothing on servers"),
+        (
+            ["--strategy", "data=servers", "--servers", "3"],
+            {"BRAIDAX_SERVERS": "2"},
+            "--servers 3 of braidax train, and braidax launch has started 2: say it there alone",
+        ),
+        (["--strategy", "data=parameter_servers"], {"BRAIDAX_SIZE": "4"}, "--strategy parameter_servers in 4 proc"),
+        (["--strategy", "data=parameter_servers", "--processes", "2"], {}, "--strategy parameter_servers in 2 proc"),
+    ],
+)
+def test_servers_that_do_not_fit_are_refused(
+    arguments: list[str], variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, output = run("train", "dlrm", *arguments)
+    assert code == 1
+    assert f"error: {message}" in " ".join(output.split())
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:

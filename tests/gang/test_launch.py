@@ -203,6 +203,25 @@ def test_what_the_others_have_started_ends_too(run: Launch) -> None:
     wait_until_gone([int(pid) for pid in pids.split()[2:]], seconds=5)
 
 
+def test_servers_that_no_step_calls_end_with_the_program(run: Launch) -> None:
+    code, lines = run("import os\nprint(os.environ['BRAIDAX_SERVERS'], os.environ.get('BRAIDAX_SERVER'))", servers=2)
+    assert code == 0
+    assert sorted(lines[:2]) == ["[0] 2 None", "[1] 2 None"]
+    assert lines[2].startswith("braidax launch: --servers 2: the program has ended, and no step of it has met them: gi")
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize(("module", "told"), [("nowhere", "ended with exit status 1"), ("this", "exit status 0")])
+def test_a_server_that_ends_before_the_program_has_failed(
+    run: Launch, module: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that says that all is well: nobody would serve the program."""
+    monkeypatch.setattr("braidax.gang.program._SERVER_MODULE", module)
+    code, lines = run("import time\ntime.sleep(600)", size=1, servers=1)
+    assert code == 1
+    assert any(re.search(rf"^braidax launch: server 0 \(pid \d+\) failed first: it .*{told}", line) for line in lines)
+
+
 @pytest.mark.usefixtures("hurried")
 def test_ranks_have_time_to_save_when_all_are_stopped(run: Launch) -> None:
     text = JOIN + SAVE + "ready()\nif comm.rank == 0:\n    os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)\n"
@@ -311,6 +330,8 @@ def test_secrets_are_in_no_text_of_an_object() -> None:
 
 
 def test_wrong_numbers_are_told() -> None:
+    with pytest.raises(ArgumentError, match="servers=-1: expected how many processes have tables"):
+        launch.launch_here(Program("program.py"), 1, servers=-1)
     with pytest.raises(ArgumentError, match="num_processes=0: expected at least 1"):
         launch.launch_here(Program("x.py"), 0)
     with pytest.raises(ArgumentError, match="restarts=-1: expected 0 or more"):

@@ -34,8 +34,9 @@ class _Commands(TyperGroup):
 
 _TASK_HELP = "digits, wide_resnet, resnet, inception_v3, lm1b, bert or dlrm."
 _DATA_HELP = "The task's data as downloaded; most have some of their own."
-_STRATEGY_HELP = "Of axes, such as data=hybrid,model=tensor; also data, fully_sharded and servers."
-_SERVERS_HELP = "Processes on this host that have the tables of --strategy data=servers."
+_STRATEGY_HELP = "Of axes, such as data=hybrid,model=tensor; also data, fully_sharded, servers."
+_SERVERS_HELP = "Processes on this host that have the tables of --strategy data=servers, or all variables."
+_LAUNCHED_SERVERS_HELP = "Processes to start besides, which have tables or variables for the program's steps."
 _GRACE_HELP = "That processes may take to save and end when all are stopped."
 _ON_ERROR_HELP = "Skip bad records, 100 at most, and list them in OUT/skipped.jsonl."
 _TARGET_HELP = "Compile it for a machine that need not be here, such as h100:8 or v5e:4x4; or for what is here."
@@ -84,7 +85,7 @@ def _train(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in a global batch.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Axes of the mesh, such as data=4,model=2.")] = None,
     strategy: Annotated[str | None, typer.Option(help=_STRATEGY_HELP)] = None,
-    servers: Annotated[int, typer.Option(min=1, help=_SERVERS_HELP)] = 1,
+    servers: Annotated[int | None, typer.Option(min=1, help=_SERVERS_HELP, show_default="1")] = None,
     preset: Annotated[str | None, typer.Option(help=_PRESET_HELP)] = None,
     image_size: Annotated[int | None, typer.Option(min=1, help="Of image tasks: height and width in pixels.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the first parameters and of the shuffle.")] = 0,
@@ -103,7 +104,8 @@ def _train(
     from braidax.cli.tasks import make_task, options_of, skipping_bad
     from braidax.cli.train import Settings, devices_of, train
 
-    out, devices = Path("runs") / task if out is None else out, devices_of(mesh, strategy, servers)
+    out = Path("runs") / task if out is None else out
+    devices = devices_of(mesh, strategy, servers, processes=processes)
     check_folder(out)
     # What is wrong with it is said once, and its data is there.
     made = make_task(task, out, path=data, preset=preset, image_size=image_size)
@@ -185,10 +187,11 @@ def _plan(
 
 @app.command("launch", context_settings={"allow_interspersed_args": False})
 def _launch(
-    script: Annotated[str, typer.Argument(help="Program to run.", metavar="SCRIPT")],
+    script: Annotated[str, typer.Argument(help="Program to run, or braidax with a command.", metavar="SCRIPT")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Of SCRIPT.", metavar="ARGUMENTS")] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
     processes: Annotated[int | None, typer.Option("--processes", "-n", min=1, help="How many to start.")] = None,
+    servers: Annotated[int, typer.Option(min=0, help=_LAUNCHED_SERVERS_HELP)] = 0,
     hosts: Annotated[Path | None, typer.Option(help="File with a line a host: name, or name: device,device.")] = None,
     gang: Annotated[Literal["ray", "dask"] | None, typer.Option(help="Run in the ranks of Ray or Dask.")] = None,
     scheduler: Annotated[str | None, typer.Option(help="Of Dask, such as tcp://host:8786.")] = None,
@@ -207,8 +210,10 @@ def _launch(
     from braidax.gang.program import Program
 
     remote = Remote(ssh=ssh, address=address) if python is None else Remote(ssh=ssh, address=address, python=python)
+    if script == "braidax" and not module and not Path(script).exists():
+        script, module = "braidax.cli", True  # its own commands, such as train
     program = Program(script, tuple(arguments or ()), "module" if module else "script", initialize, devices_per_process)
-    where = Where(processes, hosts, gang, scheduler, remote)
+    where = Where(processes, servers, hosts, gang, scheduler, remote)
     launch(program, where, restarts=restarts, transport=transport, grace_seconds=grace_seconds)
 
 

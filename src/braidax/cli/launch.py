@@ -28,11 +28,13 @@ from braidax.gang.program import DEVICES, Program, shares_of_gpus
 class Where:
     """Where to run.
 
-    **Arguments:** `processes`: how many, here or on a gang. `hosts`: a file of hosts, see `read_hosts`. `gang`: whose
-    ranks run it. `scheduler`: the address of Dask's. `remote`: how to reach hosts.
+    **Arguments:** `processes`: how many, here or on a gang. `servers`: how many processes besides have tables, here.
+    `hosts`: a file of hosts, see `read_hosts`. `gang`: whose ranks run it. `scheduler`: the address of Dask's.
+    `remote`: how to reach hosts.
     """
 
     processes: int | None = None
+    servers: int = 0
     hosts: Path | None = None
     gang: Literal["ray", "dask"] | None = None
     scheduler: str | None = None
@@ -56,10 +58,7 @@ def launch(
 
     **Raises:** `ArgumentError` for places that do not go together; any error of braidax.
     """
-    if where.hosts is not None and (where.processes is not None or where.gang is not None):
-        raise ArgumentError(
-            f"--hosts {where.hosts} says how many processes there are; leave out --processes and --gang"
-        )
+    _check_where(where)
     place = rank_from_environment(os.environ)
     started = place if place is not None and place.origin != "braidax" else None
     check_transport(transport, "--transport")
@@ -90,8 +89,30 @@ def launch(
             code = _launch_on_gang(program, where, restarts, transport)
         else:
             assert where.processes is not None
-            code = launch_here(program, where.processes, restarts=restarts, transport=transport, grace_seconds=grace)
+            code = launch_here(
+                program,
+                where.processes,
+                servers=where.servers,
+                restarts=restarts,
+                transport=transport,
+                grace_seconds=grace,
+            )
     raise typer.Exit(code)
+
+
+def _check_where(where: Where) -> None:
+    """Raises `ArgumentError` for places that do not go together, and servers where they cannot be started yet."""
+    if where.hosts is not None and (where.processes is not None or where.gang is not None):
+        raise ArgumentError(
+            f"--hosts {where.hosts} says how many processes there are; leave out --processes and --gang"
+        )
+    if where.servers and (where.processes is None or where.gang is not None):
+        there = f"--gang {where.gang}" if where.gang else f"--hosts {where.hosts}" if where.hosts else "no --processes"
+        raise ArgumentError(
+            f"--servers {where.servers} with {there}: servers are started on this machine only, beside its "
+            f"--processes; expected --processes N, or, elsewhere, no --servers and in the program a gang of its own, "
+            f"parallelize(…, servers=gang)"
+        )
 
 
 def _check_here(program: Program) -> None:

@@ -7,13 +7,24 @@ import typer
 from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError
-from braidax.parallel import DataParallel, FullySharded, Hybrid, RotatedTensorParallel, Strategy, TensorParallel
+from braidax.gang.program import SERVERS
+from braidax.parallel import (
+    DataParallel,
+    FullySharded,
+    Hybrid,
+    ParameterServers,
+    RotatedTensorParallel,
+    Strategy,
+    TensorParallel,
+)
 
 STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
     "data": DataParallel,
     "data_parallel": DataParallel,
     "fully_sharded": FullySharded,
     "hybrid": Hybrid,
+    "parameter_servers": ParameterServers,
+    "parameter_servers_async": partial(ParameterServers, staleness=None),
     "rotated": RotatedTensorParallel,
     "servers": partial(Hybrid, tables="servers"),
     "tensor": TensorParallel,
@@ -40,9 +51,40 @@ def parse_strategies(text: str) -> dict[str, Strategy]:
 
 
 def has_servers(strategies: Mapping[str, Strategy] | None) -> bool:
-    """Returns whether tables are on servers."""
+    """Returns whether tables, or all variables, are on servers."""
     found = {} if strategies is None else strategies
-    return any(isinstance(one, Hybrid) and one.tables != "rows" for one in found.values())
+    return has_workers(found) or any(isinstance(one, Hybrid) and one.tables != "rows" for one in found.values())
+
+
+def has_workers(strategies: Mapping[str, Strategy] | None) -> bool:
+    """Returns whether all variables are on servers, for workers that each have a JAX of their own."""
+    return any(isinstance(one, ParameterServers) for one in (strategies or {}).values())
+
+
+def check_servers(
+    strategies: Mapping[str, Strategy] | None, num_servers: int | None, processes: int, environ: Mapping[str, str]
+) -> None:
+    """Checks strategies against the servers and the processes that `braidax launch` has started, if it has.
+
+    **Arguments:** `num_servers`, `processes`: what `--servers` and `--processes` of this command say.
+
+    **Raises:** `ArgumentError` for what does not go together.
+    """
+    launched, size = int(environ.get(SERVERS, "0")), max(processes, int(environ.get("BRAIDAX_SIZE", "1")))
+    if launched and not has_servers(strategies):
+        raise ArgumentError(
+            f"braidax launch has started {launched} servers, and --strategy has nothing on servers: give --strategy "
+            f"data=servers, or start without its --servers"
+        )
+    if launched and num_servers not in (None, launched):
+        raise ArgumentError(
+            f"--servers {num_servers} of braidax train, and braidax launch has started {launched}: say it there alone"
+        )
+    if size > 1 and has_workers(strategies):
+        raise ArgumentError(
+            f"--strategy parameter_servers in {size} processes, which braidax train does not share samples among yet: "
+            f"expected data=servers, one process, or a program of yours that gives each worker its own samples"
+        )
 
 
 def check_axes(strategies: Mapping[str, Strategy], mesh: Mesh) -> None:

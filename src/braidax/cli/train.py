@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -14,10 +15,11 @@ import typer
 from braidax.checkpoint import Checkpointer, Interval
 from braidax.cli.machine import describe_mesh, make_mesh, parse_mesh
 from braidax.cli.run_options import Value, compare, keep
-from braidax.cli.strategies import check_axes, has_servers, parse_strategies
+from braidax.cli.strategies import check_axes, check_servers, has_servers, parse_strategies
 from braidax.data import DataLoader
 from braidax.errors import ArgumentError
 from braidax.gang import LocalGang
+from braidax.gang.program import SERVERS
 from braidax.loop import evaluate, fit
 from braidax.parallel import Hybrid, Rows, Step, Strategy, Touched, measure_touched, parallelize
 from braidax.report import Report
@@ -33,17 +35,21 @@ class Devices:
     """What a task is trained on.
 
     **Fields:** `mesh`: size of each axis by name, or None. `strategies`: by axis; None: `Hybrid` for each. `servers`:
-    how many there are on this host, where strategies have tables on servers.
+    how many there are on this host, where strategies have something on them; None: one, or those of `braidax launch`.
     """
 
     mesh: Mapping[str, int] | None = None
     strategies: Mapping[str, Strategy] | None = None
-    servers: int = 1
+    servers: int | None = None
 
 
-def devices_of(mesh: str | None, strategy: str | None, servers: int = 1) -> Devices:
-    """Returns what the options of these names say. **Raises:** as `parse_mesh` and `parse_strategies`."""
+def devices_of(mesh: str | None, strategy: str | None, servers: int | None = None, *, processes: int = 1) -> Devices:
+    """Returns what the options of these names say.
+
+    **Raises:** as `parse_mesh`, `parse_strategies` and `check_servers`.
+    """
     strategies = None if strategy is None else parse_strategies(strategy)
+    check_servers(strategies, servers, processes, os.environ)
     return Devices(None if mesh is None else parse_mesh(mesh), strategies, servers)
 
 
@@ -86,7 +92,7 @@ class _Report(Report):
 class _Run:
     """The engines of a run, all of which record to the trace of the report."""
 
-    step: Step
+    step: Any
     loader: DataLoader
     test: DataLoader
     saver: Checkpointer
@@ -105,7 +111,7 @@ def train(task: Task, settings: Settings, made_with: Mapping[str, Value]) -> Non
     with ExitStack() as stack:
         run = _begin(task, settings, made_with, stack)
         state = run.step.init(jax.random.key(run.loader.cursor.seed or 0))
-        num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        num_parameters = sum(math.prod(one.shape) for one in run.step.plan.variables)
         _say(f"{num_parameters:,} parameters on {describe_mesh(run.step.mesh)}")
         _say(
             f"{run.loader.num_samples:,} samples to train and {run.test.num_samples:,} to test, "
@@ -174,13 +180,15 @@ def _unused(path: Path) -> Path:
 
 @contextmanager
 def made_step(task: Task, devices: Devices, *, batch_size: int, num_steps: int) -> Generator[Any, None, None]:
-    """Makes the step of a task as `make_step` does, with its servers on this host, if a strategy has some."""
+    """Makes the step of a task as `make_step` does, with its servers, if a strategy has some: on this host, or those of
+    `braidax launch`."""
     with ExitStack() as stack:
+        make_mesh(devices.mesh)  # before anybody asks JAX which process this is, which makes its devices
         gang: LocalGang | None = None
-        if has_servers(devices.strategies) and jax.process_index() == 0:
-            gang = stack.enter_context(LocalGang(devices.servers))
+        if has_servers(devices.strategies) and jax.process_index() == 0 and SERVERS not in os.environ:
+            gang = stack.enter_context(LocalGang(devices.servers or 1))
         step = make_step(task, devices, batch_size=batch_size, num_steps=num_steps, servers=gang)
-        if has_servers(devices.strategies) and not isinstance(step, Step):
+        if not isinstance(step, Step) and has_servers(devices.strategies):
             stack.enter_context(step)
         yield step
 
@@ -201,7 +209,7 @@ def make_step(
     strategies = dict.fromkeys(mesh.axis_names, Hybrid()) if chosen is None else chosen
     check_axes(strategies, mesh)
 
-    def step(strategies: Mapping[str, Strategy]) -> Step:
+    def step(strategies: Mapping[str, Strategy]) -> Any:
         return parallelize(task.loss, optimizer, mesh, strategies, init=task.init, batch=batch, servers=servers)
 
     first = step(strategies)

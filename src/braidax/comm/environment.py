@@ -19,8 +19,10 @@ PLACE_VARIABLES = (
     "BRAIDAX_JOB",
     "BRAIDAX_EPOCH",
     "BRAIDAX_TRANSPORT",
+    "BRAIDAX_SERVERS",
+    "BRAIDAX_SERVER",
 )
-"""What says to a process of braidax which rank of which job it is."""
+"""What says to a process of braidax which rank of which job it is, or which of its servers."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from braidax.comm import Store, TcpStoreServer
 from braidax.comm.environment import without_place
 from braidax.errors import ArgumentError, GangError, WaitTimeout
 from braidax.gang.processes import Command, Ending, Processes, Writer, print_lines
-from braidax.gang.program import Program, Seat, shares_of_gpus
+from braidax.gang.program import CALLED, COPIES, SERVERS, Program, Seat, ServerSeat, shares_of_gpus
 from braidax.gang.runner import CONSEQUENCE, FIRST_FAILED, scoped_store
 
 GRACE_SECONDS = 30.0
@@ -75,6 +75,7 @@ def launch_here(
     program: Program,
     num_processes: int,
     *,
+    servers: int = 0,
     restarts: int = 0,
     transport: str = "tcp",
     grace_seconds: float = GRACE_SECONDS,
@@ -86,51 +87,106 @@ def launch_here(
     such as `KeyboardInterrupt` or what the handler of a signal raises, goes on when all have been stopped: by SIGTERM,
     and by SIGKILL after `grace_seconds`, or at once when something is raised again.
 
-    **Arguments:** `restarts`: how often all are started again, as the next epoch, after one has failed. `transport`: of
-    `braidax.comm.from_environment`. `grace_seconds`: that they may take for a last checkpoint when they are to stop.
-    `log`: where lines go; None is `sys.stdout` and `sys.stderr`.
+    **Arguments:** `servers`: how many processes besides have tables or variables for the program's steps
+    (`Hybrid(tables="servers")`, `ParameterServers`). They end when the program has; one that ends before fails as a
+    rank does, unless there are copies of what it had. `restarts`: how often all are started again, as the next epoch,
+    after one has failed. `transport`: of `braidax.comm.from_environment`. `grace_seconds`: that they may take for a
+    last checkpoint when they are to stop. `log`: where lines go; None is `sys.stdout` and `sys.stderr`.
 
     **Returns:** the exit code of the process that failed first in the last epoch, as a shell tells it; 0 if none did.
     **Raises:** `ArgumentError`, `GangError` when it cannot be started.
     """
     if num_processes < 1:
         raise ArgumentError(f"{num_processes=}: expected at least 1")
+    if servers < 0:
+        raise ArgumentError(f"{servers=}: expected how many processes have tables, 0 for none")
     check_grace(grace_seconds)
     outside = {"PYTHONUNBUFFERED": "1", **without_place(os.environ)}
     shares = shares_of_gpus(outside, find_gpus(), num_processes, program.devices_per_process)
     seats = [Seat(rank, num_processes, rank, num_processes, share) for rank, share in enumerate(shares)]
+    places = [ServerSeat(number, servers) for number in range(servers)]
+    names = [*(f"rank {seat.rank}" for seat in seats), *(f"server {place.number}" for place in places)]
+    prefixes = [*(f"[{seat.rank}] " for seat in seats), *(f"[server {place.number}] " for place in places)]
     job = Job.new(transport)
 
     def stop(processes: Processes) -> None:
         tell_of_stop(grace_seconds, log)
         processes.end(grace_seconds=grace_seconds)
         endings = processes.wait(timeout_seconds=0)
-        tell_of_killed([ending.number for ending in endings if ending.status == -signal.SIGKILL], log)
+        killed = [ending.number for ending in endings if ending.status == -signal.SIGKILL]
+        tell_of_killed([number for number in killed if number < num_processes], log)
 
     def run(epoch: int) -> Failed | None:
-        told = job.environment(server.address, epoch)
+        told = job.environment(server.address, epoch) | ({SERVERS: str(servers)} if servers else {})
+        started_as = [(program.command, seat.environment) for seat in seats]
+        started_as += [(place.command, place.environment) for place in places]
         commands = [
-            Command((sys.executable, *program.command), {**outside, **told, **seat.environment}, str(Path.cwd()))
-            for seat in seats
+            Command((sys.executable, *command), {**outside, **told, **environment}, str(Path.cwd()))
+            for command, environment in started_as
         ]
-        with started(commands, print_lines([f"[{seat.rank}] " for seat in seats], log), stop=stop) as processes:
-            endings: dict[int, Ending] = {}
-
-            def look(seconds: float | None) -> None:
-                endings.update({ending.number: ending for ending in processes.wait(timeout_seconds=seconds)})
-
-            def failed() -> list[tuple[int, int]]:
-                return [(ending.number, ending.status) for ending in endings.values() if ending.status]
-
-            while len(endings) < num_processes and not failed():
-                look(None)
-            if not failed():
-                return None
-            ending = endings[first_failed(failed, look, told)]
-            return Failed(f"rank {ending.number} (pid {ending.pid})", ending.how, ending.log, ending.exit_code)
+        with started(commands, print_lines(prefixes, log), stop=stop) as processes:
+            return _Epoch(processes, names, num_processes, told, log).wait()
 
     with TcpStoreServer(secret=job.secret) as server:
         return repeated(run, restarts, log)
+
+
+class _Epoch:
+    """The processes of an epoch while they run: ranks first, then servers.
+
+    **Arguments:** `names`: of all processes. `told`: the variables of the epoch.
+    """
+
+    def __init__(
+        self, processes: Processes, names: Sequence[str], num_ranks: int, told: dict[str, str], log: TextIOBase | None
+    ) -> None:
+        self._processes, self._names, self._num_ranks, self._told, self._log = processes, names, num_ranks, told, log
+        self._endings: dict[int, Ending] = {}
+        self._spared: set[int] = set()  # servers that the program goes on without
+
+    def wait(self) -> Failed | None:
+        """Returns when all ranks have ended, or a process has failed: that is which."""
+        while sum(number < self._num_ranks for number in self._endings) < self._num_ranks and not self._failed():
+            self._look(None)
+        if not self._failed():
+            self._tell_of_idle()
+            return None
+        ending = self._endings[first_failed(self._failed, self._look, self._told)]
+        name = f"{self._names[ending.number]} (pid {ending.pid})"
+        return Failed(name, ending.how, ending.log, ending.exit_code or 1)
+
+    def _look(self, seconds: float | None) -> None:
+        for ending in self._processes.wait(timeout_seconds=seconds):
+            self._endings[ending.number] = ending
+            if ending.number >= self._num_ranks and self._has_copies():
+                self._spared.add(ending.number)
+                name = f"{self._names[ending.number]} (pid {ending.pid})"
+                _tell(f"{name} {ending.how}; the program has copies of what it had, and goes on", self._log)
+
+    def _failed(self) -> list[tuple[int, int]]:
+        """Returns number and status of those that have failed; a server that has ended before all ranks has."""
+        return [
+            (ending.number, ending.status)
+            for ending in self._endings.values()
+            if (ending.status or ending.number >= self._num_ranks) and ending.number not in self._spared
+        ]
+
+    def _has_copies(self) -> bool:
+        with scoped_store(self._told) as store:
+            return int(_value(store, COPIES) or b"1") > 1
+
+    def _tell_of_idle(self) -> None:
+        """Says that a program has left its servers idle."""
+        num_servers = len(self._names) - self._num_ranks
+        if num_servers:
+            with scoped_store(self._told) as store:
+                if _value(store, f"{CALLED}/0") is None:
+                    _tell(
+                        f"--servers {num_servers}: the program has ended, and no step of it has met them: give one "
+                        'strategies with Hybrid(tables="servers") or ParameterServers(), and no servers= of its own, '
+                        "or leave --servers out",
+                        self._log,
+                    )
 
 
 def repeated(run: Callable[[int], Failed | None], restarts: int, log: TextIOBase | None) -> int:

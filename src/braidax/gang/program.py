@@ -8,6 +8,15 @@ from braidax.errors import ArgumentError
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
+SERVERS, SERVER = "BRAIDAX_SERVERS", "BRAIDAX_SERVER"
+"""The variables that say how many servers a job has, and to a server which it is."""
+
+CALLED, COPIES = "launch/servers-called", "launch/copies"
+"""Keys of the store: where servers and ranks meet (behind a slash, how often they have before), and on how many servers
+lies whatever is on one."""
+
+_SERVER_MODULE = "braidax.parallel.served.on_servers"  # of a higher floor: a process of its own imports it
+
 
 @dataclass(frozen=True)
 class Program:
@@ -72,6 +81,24 @@ class Seat:
             "BRAIDAX_LOCAL_SIZE": str(self.local_size),
         }
         return told if self.devices is None else {**told, DEVICES: self.devices}
+
+
+@dataclass(frozen=True)
+class ServerSeat:
+    """A server to be. **Fields:** `number`, `size`: which of how many."""
+
+    number: int
+    size: int
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The arguments of Python that run it; the environment says which."""
+        return ("-P", "-m", _SERVER_MODULE)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that say so. Servers compute on CPU, and leave accelerators to the ranks."""
+        return {SERVERS: str(self.size), SERVER: str(self.number), "JAX_PLATFORMS": "cpu"}
 
 
 def shares_of_gpus(environ: Mapping[str, str], found: list[str], num: int, each: int | None) -> list[str | None]:

@@ -43,8 +43,8 @@ from .wrapped import WrappedCall as WrappedCall
 
 if TYPE_CHECKING:
     from .pipelined_step import PipelinedStep as PipelinedStep
-    from .served.joining import open_meeting as open_meeting
-    from .served.meeting import Meeting as Meeting
+    from .served.meetings.joining import open_meeting as open_meeting
+    from .served.meetings.meeting import Meeting as Meeting
     from .served.step import ServedStep as ServedStep
     from .stages.pipeline import Pipeline as Pipeline
     from .workers.step import WorkerStep as WorkerStep
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 _LATE = {
     "Pipeline": "braidax.parallel.stages.pipeline",
     "PipelinedStep": "braidax.parallel.pipelined_step",
-    "Meeting": "braidax.parallel.served.meeting",
+    "Meeting": "braidax.parallel.served.meetings.meeting",
     "ServedStep": "braidax.parallel.served.step",
     "WorkerStep": "braidax.parallel.workers.step",
-    "open_meeting": "braidax.parallel.served.joining",
+    "open_meeting": "braidax.parallel.served.meetings.joining",
 }
 
 

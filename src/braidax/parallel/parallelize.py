@@ -36,7 +36,7 @@ from .train_step import TrainStep
 if TYPE_CHECKING:
     from braidax.gang import Gang
 
-    from .served.meeting import Meeting
+    from .served.meetings.meeting import Meeting
 
 
 @overload
@@ -107,8 +107,8 @@ def parallelize(
     names of dims stand for that Flax keeps with parameters, as a dict or as pairs, such as `{"mlp": "model", "embed":
     None}`; names that are axes of the mesh need none. What names ask for is honored like an override. `servers`: a gang
     that runs, whose ranks have the tables of `Hybrid(tables="servers")` in their host memory, or all variables of
-    `ParameterServers`; None in all processes but the first. Workers of `ParameterServers`, which each have a JAX of
-    their own, are given `meeting.of_worker(number)` in place of it.
+    `ParameterServers`; None in all processes but the first, and for the servers of `braidax launch --servers`. Workers
+    of `ParameterServers`, which each have a JAX of their own, are given `meeting.of_worker(number)` in place of it.
 
     As a decorator, `@parallelize(mesh, strategies)` takes a whole `train_step(state, batch) -> (state, metrics)`
     instead, and gives a `TrainStep`. It may have more parameters: `batch=("x", "y")` names those that are samples;
@@ -220,18 +220,20 @@ class _Given:
 
     def _worker_step(self, work: Work, strategy: ParameterServers, shardings: Any, options: CompilerOptions) -> Any:
         """Makes a step all of whose variables are on servers."""
-        from .workers.step import WorkerStep  # with gangs, which others do without
+        from .served.meetings.launched import launched_servers  # with gangs, which others do without
+        from .workers.step import WorkerStep
 
         if self.microbatches > 1 or self.metrics:
             raise ArgumentError(
                 f"microbatches={self.microbatches}, metrics={list(self.metrics)} with ParameterServers: expected 1 and "
                 f"none; give each worker a smaller batch"
             )
-        if self.servers is None:
+        if self.servers is None and not launched_servers():
             raise ArgumentError(
                 "strategies has ParameterServers, and servers is None: give parallelize a gang, with "
                 "bx.gang.LocalGang(2) as gang: bx.parallelize(…, servers=gang), or, to one of several workers, "
-                "servers=meeting.of_worker(number), of bx.parallel.open_meeting(gang, workers=…)"
+                "servers=meeting.of_worker(number), of bx.parallel.open_meeting(gang, workers=…); or start the program "
+                "by braidax launch --servers 2 --initialize nothing"
             )
         born = trace_init(self.init, self.loss)
         return WorkerStep(
@@ -247,13 +249,15 @@ class _Given:
 
     def _served_step(self, work: Work, feed: ServedFeed, shardings: Any, options: CompilerOptions) -> Any:
         """Makes a step whose tables are on servers."""
-        from .served.meeting import Meeting  # with gangs, which others do without
+        from .served.meetings.launched import launched_servers  # with gangs, which others do without
+        from .served.meetings.meeting import Meeting
         from .served.step import ServedStep
 
-        if self.servers is None and jax.process_index() == 0:
+        if self.servers is None and jax.process_index() == 0 and not launched_servers():
             raise ArgumentError(
                 f"plan has {[*feed.tables]} on servers, and servers is None: give parallelize the gang whose ranks "
-                f"have them, with bx.gang.LocalGang(2) as gang: bx.parallelize(…, servers=gang)"
+                f"have them, with bx.gang.LocalGang(2) as gang: bx.parallelize(…, servers=gang), or start the program "
+                f"by braidax launch --servers 2"
             )
         if isinstance(self.servers, Meeting):
             raise ArgumentError(

@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 
 from braidax.errors import PeerLost
 
-from .joining import Joined
+from .meetings.joining import Joined
 from .wire import Message, packed, unpacked
 
 _log = logging.getLogger("braidax")

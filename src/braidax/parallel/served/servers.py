@@ -16,7 +16,7 @@ from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 
 from .asking import Asking
 from .batch_rows import BatchRows
-from .joining import Joined
+from .meetings.joining import Joined
 from .on_servers.dense import DenseForm
 from .on_servers.server import described
 from .programs import JOINS, TableForm

@@ -27,7 +27,7 @@ from braidax.program import Program, difference, named_leaves, specs_of
 from .batch_rows import BatchRows
 from .compiled import ServedPrograms
 from .feed import ServedFeed
-from .joining import join_with_processes
+from .meetings.joining import join_with_processes
 from .pulling import Pulling, fed_with
 from .saved import ServedTables
 from .servers import Servers, TablePart
@@ -44,7 +44,7 @@ class ServedStep:
     and only the last one can be gone on with.
 
     **Arguments:** `work`, whose feed is `feed`. `born`: traced `key -> Born`. `batch`: specs. `gang`: whose ranks are
-    the servers; None in all processes but the first.
+    the servers; None in all processes but the first, and for those of `braidax launch`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ServedStep:
         self._num_updates, self._key = -1, None  # before there are any tables
         self._forms = feed.forms(born)
         placement = feed.placement
-        joined = join_with_processes(gang)
+        joined = join_with_processes(gang, copies=placement.copies)
         self._servers = Servers(
             joined, self._forms, staleness=placement.staleness, copies=placement.copies, spares=placement.spares
         )

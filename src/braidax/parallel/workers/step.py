@@ -22,7 +22,7 @@ from braidax.parallel.plan.parameter_servers import ParameterServers
 from braidax.parallel.served.batch_rows import BatchRows
 from braidax.parallel.served.compiled import Evaluation
 from braidax.parallel.served.feed import ServedFeed
-from braidax.parallel.served.joining import join_alone, num_servers_of
+from braidax.parallel.served.meetings.joining import join_alone, num_servers_of
 from braidax.parallel.served.pulling import Pulling, fed_with
 from braidax.parallel.served.saved import ServedTables
 from braidax.parallel.served.servers import Rows, Servers
@@ -44,7 +44,8 @@ class WorkerStep:
     taken, and its key; whatever is trained servers have.
 
     **Arguments:** `work`, without a feed where no variable is read by rows. `born`: traced `key -> Born`. `batch`:
-    specs, of a worker's own samples. `loss`: spec. `servers`: a gang, or a meeting of a worker.
+    specs, of a worker's own samples. `loss`: spec. `servers`: a gang, or a meeting of a worker;
+    None for those of `braidax launch`.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class WorkerStep:
         self._num_updates = -1  # before there is a state
         self._forms = {} if feed is None else feed.forms(born)
         dense = dense_forms(work, loss, num_servers_of(servers))  # before others wait for this one
-        joined = join_alone(servers)
+        joined = join_alone(servers, copies=strategy.copies)
         self.worker, self.num_workers = joined.worker, joined.meeting.num_workers
         self._servers = Servers(joined, self._forms, staleness=strategy.staleness, copies=strategy.copies, dense=dense)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-workers")

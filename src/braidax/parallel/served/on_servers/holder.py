@@ -8,7 +8,7 @@ from typing import Any, final
 from braidax.comm import Communicator
 from braidax.cores import usable_cores
 from braidax.errors import ArgumentError, WaitTimeout
-from braidax.parallel.served.meeting import Meeting
+from braidax.parallel.served.meetings.meeting import Meeting
 from braidax.parallel.served.wire import Message, packed, unpacked
 
 from .server import TableServer
@@ -76,27 +76,32 @@ class Holder:
 
 
 def serve(comm: Communicator, meeting: Meeting) -> None:
-    """Serves tables as one rank of a gang, until those who ask are gone.
+    """Serves tables as one rank of a gang. **Arguments:** `comm`: of the gang. `meeting`: as of `serve_as`."""
+    serve_as(comm.rank, meeting)
 
-    **Arguments:** `comm`: of the gang. `meeting`: where servers and those who ask meet.
+
+def serve_as(rank: int, meeting: Meeting) -> None:
+    """Serves tables until those who ask are gone.
+
+    **Arguments:** `rank`: which of the servers this is. `meeting`: where servers and those who ask meet.
     """
-    num_workers, lost = meeting.num_workers, set[int]()
-    world = meeting.join(comm.rank)
+    num_servers, num_workers, lost = meeting.num_servers, meeting.num_workers, set[int]()
+    world = meeting.join(rank)
     with world, ThreadPoolExecutor(usable_cores(), "braidax-rows") as threads:
-        holder = Holder(comm.rank, num_workers, world.ask, threads)
+        holder = Holder(rank, num_workers, world.ask, threads)
         if num_workers > 1:
             world.split(0)
         with world.serve(holder.handle) as serving:
-            for other in range(comm.size):  # servers are not waited for, though one may ask to fill its part
-                if other != comm.rank:
+            for other in range(num_servers):  # servers are not waited for, though one may ask to fill its part
+                if other != rank:
                     world.end_asking(other)
             while True:
                 try:
                     serving.wait(_LOOK_SECONDS)
                 except WaitTimeout:  # who is lost is not waited for by others
-                    for rank in sorted(world.lost - lost):
-                        lost.add(rank)
-                        if rank >= comm.size:
-                            holder.lose(rank)
+                    for one in sorted(world.lost - lost):
+                        lost.add(one)
+                        if one >= num_servers:
+                            holder.lose(one)
                 else:
                     return

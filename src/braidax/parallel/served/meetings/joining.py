@@ -1,6 +1,7 @@
 """How those who train come to the servers of their tables, and these to them."""
 
 import contextlib
+import os
 from collections.abc import Generator
 from typing import Any, Literal, NamedTuple
 
@@ -9,10 +10,11 @@ import jax
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.gang import Gang
+from braidax.parallel.served.on_servers.holder import serve
 from braidax.program.coordination import coordination
 
+from .launched import call_servers, launched_servers, note_world
 from .meeting import Meeting, begin_meeting, find_meeting
-from .on_servers.holder import serve
 
 _TIMEOUT_SECONDS = 120.0
 
@@ -32,13 +34,14 @@ class Joined(NamedTuple):
     bringers: int
 
 
-def join_with_processes(gang: Gang | None, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Joined:
+def join_with_processes(gang: Gang | None, *, copies: int = 1, timeout_seconds: float = _TIMEOUT_SECONDS) -> Joined:
     """Joins servers as the processes of one JAX do, all of which call it.
 
     **Arguments:** `gang`: which runs; its ranks serve, and do nothing else meanwhile. None in all processes but the
-    first. `timeout_seconds`: the limit of each wait.
+    first, and in that one for the servers of `braidax launch`. `copies`: on how many servers lies whatever is on one.
+    `timeout_seconds`: the limit of each wait.
 
-    **Raises:** as `Gang.submit`, and as `comm.connect`.
+    **Raises:** as `Gang.submit`, and as `comm.connect`. `ArgumentError` where the processes are not those of the job.
     """
     size, worker = jax.process_count(), jax.process_index()
     service = coordination() if size > 1 else None
@@ -47,6 +50,12 @@ def join_with_processes(gang: Gang | None, *, timeout_seconds: float = _TIMEOUT_
         assert others is not None, "there are several processes"
         meeting = find_meeting(others, timeout_seconds=timeout_seconds)
         return Joined(meeting.join(meeting.num_servers + worker), meeting, worker, None, size)
+    if gang is None and launched_servers():
+        _check_one_jax(size)
+        meeting = call_servers(num_workers=size, timeout_seconds=timeout_seconds, copies=copies)
+        if others is not None:
+            others.set("meeting", meeting.to_json())
+        return _joined_launched(meeting, worker, size)
     check_gang(gang)
     assert gang is not None, "it was checked"
     with begin_meeting(
@@ -62,22 +71,52 @@ def join_with_processes(gang: Gang | None, *, timeout_seconds: float = _TIMEOUT_
     return Joined(world, meeting, worker, gang, size)
 
 
+def _joined_launched(meeting: Meeting, worker: int, bringers: int) -> Joined:
+    """Joins servers of `braidax launch`, once all others do."""
+    world = meeting.join(meeting.num_servers + worker)
+    note_world(world)
+    return Joined(world, meeting, worker, None, bringers)
+
+
+def _check_one_jax(num_processes: int) -> None:
+    """Raises `ArgumentError` where the processes that `braidax launch` has started each have a JAX of their own."""
+    launched = int(os.environ["BRAIDAX_SIZE"])
+    if num_processes != launched:
+        raise ArgumentError(
+            f"jax.process_count() is {num_processes}, and braidax launch has started {launched} processes: expected "
+            f'one JAX of all for Hybrid(tables="servers"); leave --initialize nothing out, or use ParameterServers'
+        )
+
+
 def num_servers_of(servers: Any) -> int:
     """Returns how many servers a worker is given. **Raises:** `ArgumentError` as `join_alone`."""
+    if servers is None and (launched := launched_servers()):
+        return launched
     if isinstance(servers, Meeting):
         return servers.num_servers
     check_gang(servers)
+    assert servers is not None, "it was checked"
     return servers.size
 
 
-def join_alone(servers: Gang | Meeting | Any) -> Joined:
-    """Joins servers as a worker does whose JAX is its own. **Arguments:** `servers`: a gang, of a run with one worker,
-    or a meeting that says which worker this is. **Raises:** as `join_with_processes`."""
+def join_alone(servers: Gang | Meeting | Any, *, copies: int = 1) -> Joined:
+    """Joins servers as a worker does whose JAX is its own.
+
+    **Arguments:** `servers`: a gang, of a run with one worker, or a meeting that says which worker this is; None: those
+    of `braidax launch`, each of whose processes is a worker. `copies`: as of `join_with_processes`.
+
+    **Raises:** as `join_with_processes`.
+    """
     if jax.process_count() > 1:
         raise ArgumentError(
             f"jax.process_count() is {jax.process_count()}, and workers of ParameterServers each have a JAX of their "
-            f'own: leave jax.distributed.initialize out, or train all processes together by Hybrid(tables="servers")'
+            f"own: leave jax.distributed.initialize out, which braidax launch does with --initialize nothing, or train "
+            f'all processes together by Hybrid(tables="servers")'
         )
+    if servers is None and launched_servers():
+        worker, size = int(os.environ["BRAIDAX_RANK"]), int(os.environ["BRAIDAX_SIZE"])
+        meeting = call_servers(num_workers=size, timeout_seconds=_TIMEOUT_SECONDS, copies=copies)
+        return _joined_launched(meeting, worker, 1)
     if not isinstance(servers, Meeting):
         return join_with_processes(servers)
     if servers.worker is None:

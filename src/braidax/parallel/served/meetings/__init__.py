@@ -1,0 +1,1 @@
+"""Where servers and those who train meet, and how each comes there."""

@@ -1,0 +1,46 @@
+"""A server that `braidax launch --servers` has started: it serves one step after the other, until its job ends it."""
+
+import itertools
+import os
+import signal
+import sys
+from types import FrameType
+from typing import final
+
+from braidax.gang.program import SERVER
+from braidax.lifeline import LIFELINE, end_with
+from braidax.parallel.served.meetings.launched import await_call
+
+from .holder import serve_as
+
+
+@final
+class _Termination:
+    """Ends this process when it is told to: at once while nobody needs it, otherwise behind those who do."""
+
+    def __init__(self) -> None:
+        self.is_due = self.is_needed = False
+        signal.signal(signal.SIGTERM, self._told)
+
+    def _told(self, number: int, frame: FrameType | None) -> None:
+        self.is_due = True
+        if not self.is_needed:
+            sys.exit(0)
+
+
+def main() -> None:
+    """Serves as the environment says. It ends by SIGTERM, when those who train have taken their last checkpoint."""
+    if LIFELINE in os.environ:
+        end_with(int(os.environ.pop(LIFELINE)))
+    termination = _Termination()
+    for number in itertools.count():
+        meeting = await_call(number)
+        termination.is_needed = True
+        serve_as(int(os.environ[SERVER]), meeting)
+        termination.is_needed = False
+        if termination.is_due:
+            break
+
+
+if __name__ == "__main__":
+    main()

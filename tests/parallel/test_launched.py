@@ -1,0 +1,121 @@
+"""Steps whose servers `braidax launch --servers` has started: real processes, some of which are killed or stopped."""
+
+import io
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import braidax.parallel as bx
+from braidax.errors import ArgumentError
+from braidax.gang.launch import launch_here
+from braidax.gang.program import Program
+from tests.gang.programs import wait_until_gone
+from tests.laws.tree import ROOT
+from tests.parallel.launched import NUM_STEPS, SAVED, WORKERS
+from tests.parallel.workers.teams import batches, make_step, on_one_device
+
+Launch = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """Returns a function that launches a case, and returns the exit code and what was written."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+    def run(*case: str, processes: int, servers: int, log: io.StringIO | None = None, **options: Any) -> Any:
+        log, restarts = io.StringIO() if log is None else log, options.pop("restarts", 0)
+        given: dict[str, Any] = {"initialize": "nothing", **options}
+        program = Program("tests.parallel.launched", case, "module", devices_per_process=1, **given)
+        return launch_here(program, processes, servers=servers, restarts=restarts, log=log), log.getvalue()
+
+    return run
+
+
+def told(log: str) -> list[dict[str, Any]]:
+    """Returns what ranks have told."""
+    return [json.loads(line[line.index("{") :]) for line in log.splitlines() if re.match(r"\[\d+\] \{", line)]
+
+
+def test_training_goes_on_from_the_checkpoint_when_a_server_dies_and_when_a_rank_does(
+    launched: Launch, tmp_path: Any
+) -> None:
+    code, log = launched("saved", str(tmp_path), processes=2, servers=1, restarts=2, initialize="jax")
+    assert code == 0, log
+    died = r"braidax launch: {} \(pid \d+\) failed first: it was ended by signal 9"
+    assert re.search(died.format("server 0"), log), log
+    assert re.search(died.format("rank 1"), log), log
+    (found,) = told(log)
+    losses, params = on_one_device("adam", batches(NUM_STEPS))
+    assert found["begun"] == SAVED
+    np.testing.assert_allclose(found["losses"], losses[SAVED:], rtol=1e-5)
+    np.testing.assert_allclose(found["words"], params["words"], atol=1e-6)
+
+
+def test_workers_train_one_step_after_the_other(launched: Launch) -> None:
+    code, log = launched("workers", processes=WORKERS, servers=2)
+    assert code == 0, log
+    found = told(log)
+    assert len(found) == 2 * WORKERS
+    losses, params = on_one_device("adam", batches(NUM_STEPS), microbatches=WORKERS)
+    np.testing.assert_allclose(np.mean([one["losses"] for one in found], axis=0), losses, rtol=1e-5)
+    for one in found:
+        np.testing.assert_allclose(one["words"], params["words"], atol=1e-6)
+        assert "the 2 servers of braidax launch serve another step of this process: expected one" in one["refused"]
+
+
+def test_a_server_of_whose_rows_there_are_copies_may_die(launched: Launch) -> None:
+    code, log = launched("copies", processes=1, servers=2)
+    assert code == 0, log
+    assert re.search(r"launch: server 1 \(pid \d+\) was ended by signal 9 .*; the program has copies of what it", log)
+    losses, params = on_one_device("adam", batches(NUM_STEPS))
+    np.testing.assert_allclose(told(log)[0]["losses"], losses, rtol=1e-5)
+    np.testing.assert_allclose(told(log)[0]["words"], params["words"], atol=1e-6)
+
+
+class Interrupting(io.StringIO):
+    """Presses Ctrl-C once the program is ready."""
+
+    def write(self, text: str) -> int:
+        if "pids" in text:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().write(text)
+
+
+def test_servers_outlive_ctrl_c_until_ranks_have_ended(launched: Launch) -> None:
+    log = Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        launched("stopped", processes=1, servers=1, log=log)
+    found = told(log.getvalue())
+    assert found[1] == {"bias": 0.0}
+    wait_until_gone(found[0]["pids"], seconds=0.1)
+    assert "had to kill" not in log.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "message"),
+    [
+        (
+            bx.Hybrid(tables="servers"),
+            1,
+            r"process_count\(\) is 1, and braidax launch has started 3 .*: expected one JA",
+        ),
+        (bx.ParameterServers(), 2, "process_count.. is 2, .* which braidax launch does with --initialize nothing"),
+    ],
+)
+def test_processes_that_do_not_fit_are_refused(
+    strategy: Any, processes: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BRAIDAX_SERVERS", "2")
+    monkeypatch.setenv("BRAIDAX_SIZE", "3")
+    if processes > 1:
+        monkeypatch.setattr(jax, "process_count", lambda: processes)
+    with pytest.raises(ArgumentError, match=message):
+        make_step(None, strategy)
