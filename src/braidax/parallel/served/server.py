@@ -80,6 +80,7 @@ class TableServer:
             "sums": self._sums,
             "push": self._push,
             "read": self._read,
+            "changed": self._changed,
         }
 
     def handle(self, rank: int, value: Any) -> Any:
@@ -108,7 +109,8 @@ class TableServer:
 
     def _make(self, rank: int, message: Message) -> Any:
         """Makes room for the tables of a run, in place of what there was."""
-        shards: dict[str, Shard] = {}
+        self.close()
+        disk = message.fields.get("disk")
         for number, fields in enumerate(message.fields["tables"]):
             programs = Programs(*(message.arrays[f"{number}/{one}"].tobytes() for one in Programs._fields))
             kept = tuple(KeptForm(name, tuple(shape), dtype) for name, shape, dtype in fields["kept"])
@@ -116,13 +118,13 @@ class TableServer:
             given |= {one: tuple(fields[one]) for one in ("shape", "joins")}
             form = TableForm(**given)
             try:
-                shards[form.name] = Shard(form, self._rank, self._size, self._threads)
+                self._shards[form.name] = Shard(form, self._rank, self._size, self._threads, disk)
             except MemoryError as error:
                 raise MemoryError(
                     f"server {self._rank} of {self._size} has no memory for its part of {form.name}, "
                     f"{form.dtype}{list(form.shape)}: give more servers, or larger ones"
                 ) from error
-        self._shards, self._run = shards, str(message.fields["run"])
+        self._run = str(message.fields["run"])
         self._staleness = int(message.fields.get("staleness", 0))
         self._begin(0)
         return packed("made")
@@ -244,6 +246,19 @@ class TableServer:
         shared = {f"shared/{at}": number for at, number in enumerate(shard.shared)}
         return packed("rows", {"step": self._step}, {"values": shard.values[part], **kept, **shared})
 
+    def _changed(self, rank: int, message: Message) -> Any:
+        """Reads rows that may have changed since a step, as they are now, and says which of those here they are."""
+        shard, fields = self._shard(message.fields["table"]), message.fields
+        ids, looked = shard.changed(*(int(fields[one]) for one in ("since", "start", "most")))
+        told = {"step": self._step, "begun": shard.begun, "looked": looked}
+        return packed("rows", told, {"ids": ids, "values": shard.pull(ids)})
+
+    def close(self) -> None:
+        """Lets go of all tables."""
+        for shard in self._shards.values():
+            shard.close()
+        self._shards, self._run = {}, ""
+
     def _shard(self, name: Any) -> Shard:
         if name not in self._shards:
             raise ArgumentError(f"table {name!r} is not on the servers: expected one of {[*self._shards]}")
@@ -273,6 +288,11 @@ class Holder:
             raise ArgumentError(f"server {self._rank} was asked for part {part}, expected one of {[*self._parts]}")
         return self._parts[part].answer(rank, message)
 
+    def close(self) -> None:
+        """Lets go of all tables."""
+        for part in self._parts.values():
+            part.close()
+
 
 def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dict[str, NDArray[np.uint8]]]:
     """Returns forms as a request to make them has them: fields, and programs by number."""
@@ -298,7 +318,7 @@ def serve(comm: Communicator, meeting: Meeting, num_workers: int, copies: int) -
         server = Holder(comm.rank, comm.size, num_workers, copies, threads)
         if num_workers > 1:
             world.split(0)
-        with world.serve(server.handle) as serving:
+        with contextlib.closing(server), world.serve(server.handle) as serving:
             for other in range(comm.size):  # servers ask one another nothing
                 if other != comm.rank:
                     world.end_asking(other)

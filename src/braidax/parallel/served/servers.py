@@ -56,8 +56,8 @@ class Servers:
 
     **Arguments:** `gang`: which runs; its ranks do nothing else meanwhile, and its transport carries what these are
     asked. None in all processes but the first. `forms`: of the tables, by name. `staleness`: how many updates a process
-    may be ahead of another. `copies`: how many servers have each part of a table. `timeout_seconds`: the limit of each
-    wait.
+    may be ahead of another. `copies`: how many servers have each part of a table. `disk`: the folder in which servers
+    keep them; None is memory. `timeout_seconds`: the limit of each wait.
 
     **Raises:** as `Gang.submit`, and as `comm.connect`.
     """
@@ -69,6 +69,7 @@ class Servers:
         *,
         staleness: int = 0,
         copies: int = 1,
+        disk: str | None = None,
         timeout_seconds: float = 120.0,
     ) -> None:
         self._forms, self._num_workers, self._worker = forms, jax.process_count(), jax.process_index()
@@ -101,7 +102,7 @@ class Servers:
         self._pool = ThreadPoolExecutor(self.num_servers * copies, thread_name_prefix="braidax-ask")
         self._workers: Communicator | None = None
         fields, programs = described(forms)
-        made = {"tables": fields, "staleness": staleness}
+        made = {"tables": fields, "staleness": staleness, "disk": disk}
         try:
             self._workers = self._world.split(1) if self._num_workers > 1 else None
             self._first_asks(lambda part: self._packed("make", part, made, programs))

@@ -69,7 +69,8 @@ class ServedStep:
         self._last: weakref.ref[jax.Array] | None = None  # the step of the state that belongs to what servers have
         self._num_updates, self._key = -1, None  # before there are any tables
         self._forms = feed.forms(born)
-        self._servers = Servers(gang, self._forms, staleness=feed.placement.staleness, copies=feed.placement.copies)
+        kind = feed.placement
+        self._servers = Servers(gang, self._forms, staleness=kind.staleness, copies=kind.copies, disk=kind.disk)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
         self._sums: dict[str, dict[int, NDArray[Any]]] = {}  # room for those of each table, by device
         self._summing = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
