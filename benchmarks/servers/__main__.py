@@ -4,12 +4,16 @@ All processes share the cores of one machine. "links" gives each that trains a h
 its link a bandwidth; it needs Linux, root and iproute2.
 """
 
+from pathlib import Path
+
 from benchmarks.harness import Report, arguments, models, run, say
 from benchmarks.servers.applying import apply_case
+from benchmarks.servers.delta import delta_case
+from benchmarks.servers.disk import disk_case
 from benchmarks.servers.linked import linked_case
 from benchmarks.servers.steps import step_case
 
-CASES = ("apply", "step", "links")
+CASES = ("apply", "step", "links", "disk", "delta")
 _LINKS, _BUILT = "no such case over links so far", "not built yet"
 _LATER = {
     "hybrid_ps": (">= 1.2", _BUILT),
@@ -18,8 +22,6 @@ _LATER = {
     "async": (">= 0.95", _BUILT),
     "recover": ("<= 2", _BUILT),
     "resize": ("<= 1.1", _BUILT),
-    "disk": (">= 0.5", _BUILT),
-    "delta": ("<= 1.1", _BUILT),
 }
 """Claims of later versions, their targets, and why they are not made."""
 
@@ -44,6 +46,14 @@ def main() -> int:
     if "links" in wanted:
         sizes = (20_000, 32, 32) if quick else (793_470, 128, 256)
         linked_case(report, sizes, workers=2, gigabits=(10,) if quick else (10, 1), rounds=2 if quick else 4)
+    if "disk" in wanted:
+        say("disk")
+        limit_bytes = (512 if quick else 1024) << 20
+        disk_case(report, Path.cwd(), limit_bytes=limit_bytes, size=32_768, rounds=2 if quick else 12)
+    if "delta" in wanted:
+        say("delta")
+        sizes = (10_000, 2_048) if quick else (1_000_000, 32_768)
+        delta_case(report, num_rows=sizes[0], size=sizes[1], widths=(32, 64))
     for claim, (target, why) in _LATER.items():
         report.not_measured(claim, target, why)
     return report.finish()

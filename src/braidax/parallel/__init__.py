@@ -42,13 +42,17 @@ from .wrapped import WrappedCall as WrappedCall
 
 if TYPE_CHECKING:
     from .pipelined_step import PipelinedStep as PipelinedStep
+    from .served.files.published import Published as Published
+    from .served.files.published import read_published as read_published
     from .served.step import ServedStep as ServedStep
     from .stages.pipeline import Pipeline as Pipeline
 
 _LATE = {
     "Pipeline": "braidax.parallel.stages.pipeline",
     "PipelinedStep": "braidax.parallel.pipelined_step",
+    "Published": "braidax.parallel.served.files.published",
     "ServedStep": "braidax.parallel.served.step",
+    "read_published": "braidax.parallel.served.files.published",
 }
 
 

@@ -270,6 +270,10 @@ class Servers:
 
     # Messages
 
+    def ask(self, kind: str, fields: Callable[[int], Mapping[str, Any]]) -> list[Message]:
+        """Asks the servers of all parts at once. **Arguments:** `fields`: of the question for a part."""
+        return self._ask_all(lambda part: self._packed(kind, part, fields(part)))
+
     def _packed(
         self, kind: str, part: int, fields: Mapping[str, Any], arrays: Mapping[str, Any] | None = None
     ) -> list[Any]:
