@@ -27,14 +27,25 @@ BY_FREQUENCY, HASHED = "ids by frequency", "ids hashed"
 _BATCHES, _BLOCK = 8, 1 << 16
 
 
-def disk_case(report: Report, folder: Path, *, limit_bytes: int, size: int, rounds: int) -> None:
-    """Measures pulls and pushes of batches. **Arguments:** `folder`: on the disk. `size`: ids of a batch."""
+def disk_case(
+    report: Report,
+    folder: Path,
+    *,
+    limit_bytes: int,
+    size: int,
+    rounds: int,
+    orders: tuple[str, ...] = (BY_FREQUENCY, HASHED),
+) -> None:
+    """Measures pulls and pushes of batches.
+
+    **Arguments:** `folder`: on the disk. `limit_bytes`: for all that the process takes. `size`: ids of a batch.
+    """
     num_rows = TIMES * limit_bytes // (4 * WIDTH)
     case = f"disk, {num_rows:,} rows of {WIDTH}, {size:,} ids, Zipf {EXPONENT}, memory limit {limit_bytes >> 20:,} MiB"
     warm = -(-limit_bytes // (4096 * size // 16))  # batches that bring about as many pages as the memory has
     num_batches = warm + _BATCHES * rounds
-    for at in (BY_FREQUENCY, HASHED):
-        with tempfile.TemporaryDirectory(dir=folder) as place, ExitStack() as stack:
+    for at in orders:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".braidax-disk-") as place, ExitStack() as stack:
             np.save(Path(place, "ids.npy"), zipf_ids(num_rows, (num_batches, size), hashed=at == HASHED))
             try:
                 group = stack.enter_context(memory_limit(limit_bytes))

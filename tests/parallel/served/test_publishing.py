@@ -67,7 +67,7 @@ def assert_published(folder: Path, step: Any, *followers: bx.Published) -> None:
 
 
 @pytest.mark.parametrize("block_bytes", [16 << 20, 64])
-def test_base_and_deltas_are_the_tables(
+def test_files_are_the_tables(
     gang: LocalGang, tmp_path: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in many messages; deltas have the rows that batches have read, once each."""
@@ -178,7 +178,7 @@ def own_pid(comm: Any) -> int:
     return os.getpid()
 
 
-def test_a_base_heals_what_lacks(gang: LocalGang, tmp_path: Path) -> None:
+def test_all_rows_heal_what_lacks(gang: LocalGang, tmp_path: Path) -> None:
     """Where files were removed, all rows are written again."""
     with make_step(gang) as step:
         state = step.init(jax.random.key(0))
@@ -244,6 +244,8 @@ def test_a_full_disk_leaves_what_was_there(gang: LocalGang, tmp_path: Path, monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with make_step(gang) as step:
+        with pytest.raises(ArgumentError, match="there are no tables yet: expected a state, by init"):
+            step.publish(tmp_path)
         state = step.init(jax.random.key(0))
         step.publish(tmp_path)
         state, _ = step.update(state, BATCHES[0])

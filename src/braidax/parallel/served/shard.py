@@ -151,7 +151,7 @@ class Shard:
 
         **Returns:** which rows, in order, and how far it has looked.
         """
-        found: list[NDArray[np.int64]] = []
+        found, start = list[NDArray[np.int64]](), max(0, start)
         while most > 0 and start < self.num_rows:
             some = start + np.flatnonzero(self.touched[start : start + _LOOKED_AT] >= since)[:most]
             found.append(some)

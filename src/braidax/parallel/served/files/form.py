@@ -187,7 +187,7 @@ def _read_header(file: IO[bytes], found: Found) -> tuple[Header, str, int]:
         raise damaged(found.path, "its header does not have its checksum: it was changed")
     try:
         header = _header(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise damaged(found.path, f"its header is none: {error}") from error
     if header.file_name != found.path.name:
         raise damaged(found.path, f"it was published as {header.file_name}: it was renamed")

@@ -54,6 +54,8 @@ class Publisher:
 
         **Raises:** as `ServedStep.publish`.
         """
+        if step < 0:
+            raise ArgumentError("there are no tables yet: expected a state, by init, from_dense or a checkpoint, first")
         place = Path(folder).absolute()
         try:
             if place not in self._folders:
