@@ -66,13 +66,21 @@ class Model:
         return (optax.apply_updates(params, updates), opt_state, aux["variables"], number + 1, key), loss
 
 
-def lm1b(vocabulary: int, width: int, batch_size: int, *, most: int | None = None, num_sampled: int = 64) -> Model:
+def lm1b(
+    vocabulary: int,
+    width: int,
+    batch_size: int,
+    *,
+    most: int | None = None,
+    num_sampled: int = 64,
+    state: int | None = None,
+) -> Model:
     """Returns the language model; nearly all parameters, and little of the work, are in its tables.
 
-    **Arguments:** `width`: of the tables; the LSTM's state is 64. `most`: no word has a larger number; the last by
-    default. `num_sampled`: candidates, which all devices share.
+    **Arguments:** `width`: of the tables. `state`: of the LSTM; by default 64, or what the tables have. `most`: no word
+    has a larger number; the last by default. `num_sampled`: candidates, which all devices share.
     """
-    sizes = lm1b_model.Sizes(vocabulary, width, min(width, 64), width, dropout=0.0)
+    sizes = lm1b_model.Sizes(vocabulary, width, state or min(width, 64), width, dropout=0.0)
 
     def init(key: jax.Array) -> tuple[Any, Any]:
         return lm1b_model.init_language_model(key, sizes), {}
@@ -89,7 +97,8 @@ def lm1b(vocabulary: int, width: int, batch_size: int, *, most: int | None = Non
 
     adagrad = Adagrad(0.2, 1 / STEPS**2, 1e-7)
     return Model(
-        f"LM1B, V={vocabulary:,}, D={width}, {batch_size} x {STEPS} words, {num_sampled:,} candidates",
+        f"LM1B, V={vocabulary:,}, D={width}{f', LSTM of {state:,}' if state else ''}, {batch_size} x {STEPS} words, "
+        f"{num_sampled:,} candidates",
         init,
         loss,
         adagrad.optax(),

@@ -11,17 +11,14 @@ from benchmarks.harness import Report, arguments, models, run, say
 from benchmarks.servers.applying import apply_case
 from benchmarks.servers.delta import delta_case
 from benchmarks.servers.disk import BY_FREQUENCY, disk_case
-from benchmarks.servers.linked import linked_case
+from benchmarks.servers.linked import linked_cases
+from benchmarks.servers.paces import paces_case
+from benchmarks.servers.recovering import recover_case
 from benchmarks.servers.steps import step_case
 
-CASES = ("apply", "step", "links", "disk", "delta")
-_LINKS, _BUILT = "no such case over links so far", "not built yet"
+CASES = ("apply", "step", "links", "paces", "recover", "disk", "delta")
+_BUILT = "not built yet"
 _LATER = {
-    "hybrid_ps": (">= 1.2", _BUILT),
-    "resnet_equal": (">= 0.97", _LINKS),
-    "stall": ("<= 0.02", _LINKS),
-    "async": (">= 0.95", _BUILT),
-    "recover": ("<= 2", _BUILT),
     "resize": ("<= 1.1", _BUILT),
 }
 """Claims of later versions, their targets, and why they are not made."""
@@ -45,8 +42,14 @@ def main() -> int:
         model = models.lm1b(20_000, 32, 64) if quick else models.lm1b(793_470, 128, 512)
         step_case(report, model, num_servers=1 if quick else 2, rounds=2 if quick else 6)
     if "links" in wanted:
-        sizes = (20_000, 32, 32) if quick else (793_470, 128, 256)
-        linked_case(report, sizes, workers=2, gigabits=(10,) if quick else (10, 1), rounds=2 if quick else 4)
+        linked_cases(report, quick=quick)
+    if "paces" in wanted:
+        say("paces")
+        paces_case(report, seconds=1 if quick else 12, step_seconds=0.1, rounds=1 if quick else 3)
+    if "recover" in wanted:
+        say("recover")
+        rows = 50_000 if quick else 4_000_000
+        recover_case(report, num_rows=rows, width=32, rounds=1 if quick else 5)
     if "disk" in wanted:
         say("disk")
         if quick:

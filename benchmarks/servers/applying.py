@@ -14,9 +14,9 @@ from benchmarks.servers.fbgemm import Fbgemm
 from braidax.parallel.given.initial import Born
 from braidax.parallel.rows import row_adagrad
 from braidax.parallel.served.batch_rows import BatchRows
+from braidax.parallel.served.on_servers.shard import Shard
 from braidax.parallel.served.programs import TableForm, rules_of_own, table_form
 from braidax.parallel.served.row_memory import aligned
-from braidax.parallel.served.shard import Shard
 from braidax.program import trace
 
 OURS, FBGEMM = "ours", "FBGEMM"

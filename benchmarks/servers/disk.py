@@ -114,8 +114,8 @@ def _serve(place: str, num_rows: int, where: str) -> None:
     sys.stdin.readline()
     from benchmarks.servers.applying import table_of
     from braidax.parallel.served.batch_rows import BatchRows
+    from braidax.parallel.served.on_servers.shard import Shard
     from braidax.parallel.served.row_memory import aligned
-    from braidax.parallel.served.shard import Shard
 
     drawn, step = np.load(Path(place, "ids.npy"), mmap_mode="r"), 0
     size = drawn.shape[1]

@@ -4,57 +4,102 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import final
+from typing import Any, final
 
-from benchmarks.harness import Report, models, say, take_turns
+from benchmarks.harness import Report, say, take_turns
 from benchmarks.harness.namespaces import Network, reason_against
-from benchmarks.servers.link_worker import NUM_BATCHES
-from benchmarks.servers.steps import DENSE, ROWS, SERVERS
+from benchmarks.servers.link_worker import NUM_BATCHES, PS, PS_ASYNC, WAIT_SECONDS
+from benchmarks.servers.steps import AHEAD, DENSE, LATE, ROWS, SERVERS
 
 _PORT = 47_771  # of hosts that nobody else is on
 _GIGABIT = 1_000_000_000
 _CLAIMED = 10  # Gbit/s
+_AT = f"{_CLAIMED} Gbit/s"
+_WORKERS = 2
+
+Given = tuple[str, Sequence[Any], dict[str, Any]]
+"""A model: its name, sizes of which the batch of a process is the last, and options."""
 
 
-def linked_case(
-    report: Report, sizes: tuple[int, int, int], *, workers: int, gigabits: tuple[int, ...], rounds: int
-) -> None:
-    """Measures rows on devices, tables on servers, and whole gradients, beside one another.
-
-    **Arguments:** `sizes`: of LM1B: words, width, sequences of a process's batch.
-    """
-    words, width, batch = sizes
-    model = models.lm1b(words, width, batch * workers)
-    case = f"step, {workers} processes, {model.name}"
+def linked_cases(report: Report, *, quick: bool) -> None:
+    """Measures tables by rows, on servers, all variables on servers, and whole gradients, beside one another."""
+    claims = {"hybrid_dense": ">= 2.5", "hybrid_ps": ">= 1.2", "resnet_equal": ">= 0.97", "stall": "<= 0.02"}
     if reason := reason_against():
-        report.missing(case, DENSE, reason)
-        report.not_measured("hybrid_dense", ">= 2.5", reason)
+        report.missing("step over links", DENSE, reason)
+        for claim, target in claims.items():
+            report.not_measured(claim, target, reason)
         return
-    with Network(workers) as network:
+    rounds = 2 if quick else 4
+    gigabits = (10,) if quick else (10, 1)
+    tables: Given = ("lm1b", (20_000, 32, 32) if quick else (793_470, 128, 256), {})
+    every = (ROWS, SERVERS, DENSE), (PS, PS_ASYNC)
+    case = f"step, {_WORKERS} processes, {_in_words(tables)}"
+    _measure(report, case, tables, every, gigabits=gigabits, rounds=rounds)
+    report.against("hybrid_dense", case, "time", ours=ROWS, peers=[DENSE], at=[_AT], at_least=2.5)
+    wide: Given = ("lm1b", (20_000, 32, 4) if quick else (793_470, 128, 4), {"state": 128 if quick else 2048})
+    case = f"step, {_WORKERS} processes, {_in_words(wide)}"
+    _measure(report, case, wide, every, gigabits=gigabits, rounds=rounds)
+    report.against("hybrid_ps", case, "time", ours=ROWS, peers=[PS], at=[_AT], at_least=1.2)
+    images: Given = ("resnet", ((1, 1, 1, 1), 32, 2) if quick else ((3, 4, 6, 3), 64, 4), {})
+    case = f"step, {_WORKERS} processes, {_in_words(images)}"
+    _measure(report, case, images, ((ROWS, DENSE),), gigabits=(10,), rounds=2 * rounds)
+    report.against("resnet_equal", case, "time", ours=ROWS, peers=[DENSE], at=[_AT], at_least=0.97)
+    case = f"step of {1e3 * WAIT_SECONDS:.0f} ms, {_WORKERS} processes, {_in_words(tables)}"
+    found = _measure(report, case, tables, ((AHEAD, LATE),), gigabits=(10,), rounds=rounds, waits=True)
+    report.at_most("stall", [1 - WAIT_SECONDS / seconds for seconds in found[LATE]], 0.02)
+
+
+def _in_words(model: Given) -> str:
+    name, (*sizes, batch), options = model
+    told = ", ".join([*map(str, sizes), *(f"{one} {value}" for one, value in options.items())])
+    return f"{name} {told}, batches of {batch}"
+
+
+def _measure(
+    report: Report,
+    case: str,
+    model: Given,
+    groups: Sequence[Sequence[str]],
+    *,
+    gigabits: Sequence[int],
+    rounds: int,
+    waits: bool = False,
+) -> dict[str, list[float]]:
+    """Measures systems over links. **Arguments:** `groups`: of systems that the same processes run. `waits`: as
+    `Steps`. **Returns:** seconds by system over the last links."""
+    found: dict[str, list[float]] = {}
+    with Network(_WORKERS) as network, ExitStack() as stack:
         network.name_hosts()
-        with _Workers(network, (words, width, batch * workers)) as processes:
-            for gigabit in gigabits:
-                for host in range(workers):
-                    network.limit(host, gigabit * _GIGABIT)
-                say(f"links of {gigabit} Gbit/s")
-                at = f"{gigabit} Gbit/s"
-                systems = {name: partial(processes.take, name) for name in (ROWS, SERVERS, DENSE)}
-                for name, seconds in take_turns(systems, rounds=rounds).items():
-                    report.add(case, name, "time", "ms", [1e3 * one for one in seconds[1:]], at=at)
-                for name in systems:
-                    report.add(case, name, "sent by a host", "MB", [processes.sent[name] / 1e6], at=at)
-    report.against("hybrid_dense", case, "time", ours=ROWS, peers=[DENSE], at=[f"{_CLAIMED} Gbit/s"], at_least=2.5)
+        systems: dict[str, _Workers] = {}
+        for number, group in enumerate(groups):
+            given = {"model": model, "systems": group, "waits": waits, "servers": _WORKERS}
+            workers = stack.enter_context(_Workers(network, given, _PORT + number))
+            systems |= dict.fromkeys(group, workers)
+        for gigabit in gigabits:
+            for host in range(_WORKERS):
+                network.limit(host, gigabit * _GIGABIT)
+            say(f"{case}: links of {gigabit} Gbit/s")
+            taken = take_turns({name: partial(one.take, name) for name, one in systems.items()}, rounds=rounds)
+            for name, seconds in taken.items():
+                found[name] = seconds[1:]
+                report.add(case, name, "time", "ms", [1e3 * one for one in found[name]], at=f"{gigabit} Gbit/s")
+            for name, workers in systems.items():
+                report.add(case, name, "sent by a host", "MB", [workers.sent[name] / 1e6], at=f"{gigabit} Gbit/s")
+    return found
 
 
 @final
 class _Workers:
-    """The processes, one a host. **Fields:** `sent`: bytes a step that the host which sent most has, by system."""
+    """Processes, one a host. **Fields:** `sent`: bytes a step that the host which sent most has, by system."""
 
-    def __init__(self, network: Network, model: tuple[int, int, int]) -> None:
+    def __init__(self, network: Network, given: dict[str, Any], port: int) -> None:
         self._network, self.sent = network, dict[str, float]()
+        self._num_meetings = sum(name in (PS, PS_ASYNC) for name in given["systems"])
         size = len(network.hosts)
-        given = {"coordinator": f"{network.addresses[0]}:{_PORT}", "size": size, "model": model, "servers": size}
+        given = {**given, "coordinator": f"{network.addresses[0]}:{port}", "size": size}
         self._processes = [
             subprocess.Popen(
                 [
@@ -76,9 +121,7 @@ class _Workers:
         """Returns seconds a step of a system."""
         before = self._counted()
         for process in self._processes:
-            assert process.stdin is not None, "it is a pipe"
-            process.stdin.write(f"{system}\n")
-            process.stdin.flush()
+            _tell(process, system)
         found = [float(self._read(process)) for process in self._processes]
         sent = [now - then for now, then in zip(self._counted(), before, strict=True)]
         self.sent[system] = max(sent) / NUM_BATCHES
@@ -95,6 +138,11 @@ class _Workers:
         return line
 
     def __enter__(self) -> "_Workers":
+        first, *others = self._processes
+        for _ in range(self._num_meetings):
+            meeting = self._read(first)
+            for process in others:
+                _tell(process, meeting)
         for process in self._processes:
             assert self._read(process) == "ready", "it says so when its steps are compiled"
         return self
@@ -103,3 +151,9 @@ class _Workers:
         for process in reversed(self._processes):  # who has the service that the others ask goes last
             process.kill()
             process.wait()
+
+
+def _tell(process: "subprocess.Popen[str]", line: str) -> None:
+    assert process.stdin is not None, "it is a pipe"
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()

@@ -37,16 +37,15 @@ def step_case(report: Report, model: models.Model, *, num_servers: int, rounds: 
             report.add(f"step, {model.name}", name, "time", "ms", [1e3 * one for one in seconds[1:]])
 
 
-def make_step(
-    model: models.Model, strategy: Any, mesh: jax.sharding.Mesh, gang: LocalGang | None, stack: ExitStack
-) -> Any:
-    """Returns a step of a model without variables. **Arguments:** `gang`: has its tables. `stack`: closes it."""
+def make_step(model: models.Model, strategy: Any, mesh: jax.sharding.Mesh, gang: Any, stack: ExitStack) -> Any:
+    """Returns a step of a model. **Arguments:** `gang`: has its tables, or the meeting. `stack`: closes it."""
+    changes = bool(jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))[1]))
     made: Any = bx.parallelize(
-        lambda params, batch, key: model.loss(params, batch, key, {})[0],
+        model.loss if changes else lambda params, batch, key: model.loss(params, batch, key, {})[0],
         model.optimizer,
         mesh,
         {"data": strategy},
-        init=lambda key: model.init(key)[0],
+        init=model.init if changes else lambda key: model.init(key)[0],
         batch=model.spec,
         servers=gang,
     )
@@ -54,10 +53,14 @@ def make_step(
 
 
 class Steps:
-    """Takes some steps, and returns what one of them took. **Arguments:** `batches`: global ones, on the host."""
+    """Takes some steps, and returns what one of them took.
 
-    def __init__(self, step: Any, batches: list[Any], *, tells: bool = False) -> None:
-        self._step, self._tells = step, tells
+    **Arguments:** `batches`: global ones, on the host. `tells`: whether a step is told the next batch. `wait`: seconds
+    in which a step does nothing, as one whose work is an accelerator's.
+    """
+
+    def __init__(self, step: Any, batches: list[Any], *, tells: bool = False, wait: float = 0.0) -> None:
+        self._step, self._tells, self._wait = step, tells, wait
         self._batches = [jax.tree.map(_placed, batch, step.batch_shardings) for batch in batches]
         self._state = step.init(jax.random.key(0))
         self._take_all()
@@ -72,9 +75,12 @@ class Steps:
         metrics: Any = None
         following = [*self._batches[1:], self._batches[0]]
         for batch, coming in zip(self._batches, following, strict=True):
-            told = {"coming": coming} if self._tells else {}
+            told: dict[str, Any] = {"coming": coming} if self._tells else {}
+            if self._wait:
+                told["before_apply"] = lambda: time.sleep(self._wait)
             self._state, metrics = self._step.update(self._state, batch, **told)
-        self._step.finish()
+        if hasattr(self._step, "finish"):
+            self._step.finish()
         jax.block_until_ready((self._state, metrics))
 
 

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from braidax import checkpoint, comm, data, errors, frame, gang, parallel
     from braidax.checkpoint import Adaptive, Checkpointer, Every, Preemption
-    from braidax.data import Cursor, DataLoader, mix, open, prefetch_to_device
+    from braidax.data import DataLoader, mix, open, prefetch_to_device
     from braidax.errors import BraidaxError
     from braidax.loop import evaluate, fit
     from braidax.parallel import (
         DataParallel,
         FullySharded,
         Hybrid,
+        ParameterServers,
         Plan,
         RotatedTensorParallel,
         State,
@@ -30,12 +31,12 @@ __all__ = [
     "Adaptive",
     "BraidaxError",
     "Checkpointer",
-    "Cursor",
     "DataLoader",
     "DataParallel",
     "Every",
     "FullySharded",
     "Hybrid",
+    "ParameterServers",
     "Plan",
     "Preemption",
     "Report",
@@ -65,13 +66,14 @@ __all__ = [
 _HOMES = {
     "braidax": ("checkpoint", "comm", "data", "errors", "frame", "gang", "parallel"),
     "braidax.checkpoint": ("Adaptive", "Checkpointer", "Every", "Preemption"),
-    "braidax.data": ("Cursor", "DataLoader", "mix", "open", "prefetch_to_device"),
+    "braidax.data": ("DataLoader", "mix", "open", "prefetch_to_device"),
     "braidax.errors": ("BraidaxError",),
     "braidax.loop": ("evaluate", "fit"),
     "braidax.parallel": (
         "DataParallel",
         "FullySharded",
         "Hybrid",
+        "ParameterServers",
         "Plan",
         "RotatedTensorParallel",
         "State",

@@ -4,7 +4,7 @@ import hmac
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
@@ -26,7 +26,7 @@ from braidax.spans import Trace
 
 if TYPE_CHECKING:
     from braidax.comm.exchange.stream import Exchange
-    from braidax.comm.serving.server import Requests, Server
+    from braidax.comm.serving.server import Handler, Requests, Server
 
 _CLOSE_SECONDS = 10.0
 _SETTLE_SECONDS = 1.0
@@ -303,13 +303,14 @@ class Communicator:
         """
         self._calling.asking.end(rank)
 
-    def serve(self, handler: Callable[[int, Value], Value]) -> "Server":
+    def serve(self, handler: "Handler") -> "Server":
         """Answers what other ranks `ask`, inside a `with` block, on a thread of its own.
 
         `with comm.serve(handler) as server: server.wait()` does nothing else, until all others ask no more.
 
         **Arguments:** `handler`: called with the rank that asks and the value, returns the answer. It is called for one
         request at a time, those of one rank in their order, all ranks in turn. What it raises is raised by who asks.
+        It may return a `concurrent.futures.Future` of the answer: others are answered until that is done.
 
         **Raises:** `CommError` where this rank serves already.
         """

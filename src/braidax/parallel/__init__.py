@@ -13,6 +13,7 @@ from .plan.costs.ring import PlannedRing as PlannedRing
 from .plan.layout import Axis as Axis
 from .plan.layout import Layout as Layout
 from .plan.model import Model as Model
+from .plan.parameter_servers import ParameterServers as ParameterServers
 from .plan.placements import Gathered as Gathered
 from .plan.placements import Placement as Placement
 from .plan.placements import Replicated as Replicated
@@ -44,14 +45,20 @@ if TYPE_CHECKING:
     from .pipelined_step import PipelinedStep as PipelinedStep
     from .served.files.published import Published as Published
     from .served.files.published import read_published as read_published
+    from .served.joining import open_meeting as open_meeting
+    from .served.meeting import Meeting as Meeting
     from .served.step import ServedStep as ServedStep
     from .stages.pipeline import Pipeline as Pipeline
+    from .workers.step import WorkerStep as WorkerStep
 
 _LATE = {
     "Pipeline": "braidax.parallel.stages.pipeline",
     "PipelinedStep": "braidax.parallel.pipelined_step",
+    "Meeting": "braidax.parallel.served.meeting",
     "Published": "braidax.parallel.served.files.published",
     "ServedStep": "braidax.parallel.served.step",
+    "WorkerStep": "braidax.parallel.workers.step",
+    "open_meeting": "braidax.parallel.served.joining",
     "read_published": "braidax.parallel.served.files.published",
 }
 

@@ -22,6 +22,7 @@ from .given.trainable import Trainable, check_trainable, frozen_by
 from .named_dims import named_strategies
 from .plan.batch import batch_axes, shard_batch
 from .plan.footprint import with_sent
+from .plan.parameter_servers import ParameterServers, over_rows, parameter_servers
 from .plan.plan import Plan, make_plan
 from .plan.replanning import tables_of
 from .plan.replaying import check_frozen, check_mesh, check_placements, check_variables
@@ -34,6 +35,8 @@ from .train_step import TrainStep
 
 if TYPE_CHECKING:
     from braidax.gang import Gang
+
+    from .served.meeting import Meeting
 
 
 @overload
@@ -51,7 +54,7 @@ def parallelize(
     metrics: Collection[str] = (),
     compiler_options: Mapping[str, Any] | None = None,
     rules: Rules | None = None,
-    servers: "Gang | None" = None,
+    servers: "Gang | Meeting | None" = None,
 ) -> Step: ...
 
 
@@ -82,7 +85,7 @@ def parallelize(
     metrics: Collection[str] = (),
     compiler_options: Mapping[str, Any] | None = None,
     rules: Rules | None = None,
-    servers: "Gang | None" = None,
+    servers: "Gang | Meeting | None" = None,
 ) -> Any:
     """Turns single-device code into a training step on a mesh.
 
@@ -103,8 +106,9 @@ def parallelize(
     stages; one that is a dict holds those of a platform, such as `{"tpu": {…}}`. `rules`: which mesh axes the logical
     names of dims stand for that Flax keeps with parameters, as a dict or as pairs, such as `{"mlp": "model", "embed":
     None}`; names that are axes of the mesh need none. What names ask for is honored like an override. `servers`: a gang
-    that runs, whose ranks have the tables of `Hybrid(tables="servers")` in their host memory; None in all
-    processes but the first.
+    that runs, whose ranks have the tables of `Hybrid(tables="servers")` in their host memory, or all variables of
+    `ParameterServers`; None in all processes but the first. Workers of `ParameterServers`, which each have a JAX of
+    their own, are given `meeting.of_worker(number)` in place of it.
 
     As a decorator, `@parallelize(mesh, strategies)` takes a whole `train_step(state, batch) -> (state, metrics)`
     instead, and gives a `TrainStep`. It may have more parameters: `batch=("x", "y")` names those that are samples;
@@ -113,7 +117,7 @@ def parallelize(
     dims are those that the state keeps.
 
     **Returns:** a `Step`; with a `Pipeline` among the strategies a `PipelinedStep`, with tables on servers a
-    `ServedStep`, to be closed. Nothing has been trained yet.
+    `ServedStep`, with `ParameterServers` a `WorkerStep`, to be closed. Nothing has been trained yet.
     **Raises:** `ArgumentError`, `SpecError` or `StateError` naming what does not fit.
     """
     if isinstance(loss_fn, Mesh):
@@ -173,7 +177,7 @@ class _Given:
     metrics: tuple[str, ...]
     compiler_options: Mapping[str, Any] | None
     rules: Rules | None
-    servers: "Gang | None"
+    servers: "Gang | Meeting | None"
 
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "init") or not hasattr(self.optimizer, "update"):
@@ -200,6 +204,8 @@ class _Given:
         shardings = shard_batch(self.mesh, axes, specs_of(self.batch), microbatches=self.microbatches)
         work = self._work(plan, axes)
         options = compiler_options(self.mesh, work.plan, self.strategies, self.compiler_options)
+        if (apart := parameter_servers(self.strategies)) is not None:
+            return self._worker_step(work, apart, shardings, options)
         if isinstance(work.feed, ServedFeed):
             return self._served_step(work, work.feed, shardings, options)
         return Step(
@@ -212,14 +218,47 @@ class _Given:
             elsewhere=lambda mesh: replace(self, mesh=mesh).step(work.plan),
         )
 
+    def _worker_step(self, work: Work, strategy: ParameterServers, shardings: Any, options: CompilerOptions) -> Any:
+        """Makes a step all of whose variables are on servers."""
+        from .workers.step import WorkerStep  # with gangs, which others do without
+
+        if self.microbatches > 1 or self.metrics:
+            raise ArgumentError(
+                f"microbatches={self.microbatches}, metrics={list(self.metrics)} with ParameterServers: expected 1 and "
+                f"none; give each worker a smaller batch"
+            )
+        if self.servers is None:
+            raise ArgumentError(
+                "strategies has ParameterServers, and servers is None: give parallelize a gang, with "
+                "bx.gang.LocalGang(2) as gang: bx.parallelize(…, servers=gang), or, to one of several workers, "
+                "servers=meeting.of_worker(number), of bx.parallel.open_meeting(gang, workers=…)"
+            )
+        born = trace_init(self.init, self.loss)
+        return WorkerStep(
+            work,
+            born,
+            specs_of(self.batch),
+            strategy,
+            self.servers,
+            loss=work.loss_spec,
+            batch_shardings=shardings,
+            compiler_options=options,
+        )
+
     def _served_step(self, work: Work, feed: ServedFeed, shardings: Any, options: CompilerOptions) -> Any:
         """Makes a step whose tables are on servers."""
-        from .served.step import ServedStep  # with gangs, which others do without
+        from .served.meeting import Meeting  # with gangs, which others do without
+        from .served.step import ServedStep
 
         if self.servers is None and jax.process_index() == 0:
             raise ArgumentError(
                 f"plan has {[*feed.tables]} on servers, and servers is None: give parallelize the gang whose ranks "
                 f"have them, with bx.gang.LocalGang(2) as gang: bx.parallelize(…, servers=gang)"
+            )
+        if isinstance(self.servers, Meeting):
+            raise ArgumentError(
+                "servers is a meeting, for workers of ParameterServers that each have a JAX of their own: expected the "
+                'gang itself with Hybrid(tables="servers"), in the first process'
             )
         born = trace_init(self.init, self.loss)
         return ServedStep(
@@ -267,7 +306,7 @@ class _Given:
             check_variables(plan, dict(named_leaves(born.out_specs.params, "params")))
         frozen = self._frozen(plan, born.out_specs.params)
         program = traced_loss(self.loss, born.out_specs, batch, self.microbatches, mesh)
-        rows = ReadRows(program, self.optimizer, strategies, self.microbatches, frozen)
+        rows = ReadRows(program, self.optimizer, over_rows(strategies), self.microbatches, frozen)
         model = rows.model(math.prod(mesh.shape[axis] for axis in axes), axes)
         if plan is None:
             plan = make_plan(mesh, named_strategies(strategies, born.out_specs.params, self.rules, mesh), model)

@@ -21,7 +21,7 @@ from braidax.errors import ArgumentError, CallFailed
 from braidax.gang import LocalGang
 from braidax.parallel.rows import row_adagrad
 from braidax.parallel.served.files.row_files import RowFiles
-from braidax.parallel.served.shard import Shard
+from braidax.parallel.served.on_servers.shard import Shard
 from tests.parallel.models import copied, make_mesh, specs
 from tests.parallel.served.test_server import OPTIMIZERS, ROWS, WIDTH, form_of
 from tests.parallel.test_hybrid import init, make_batch, pooled

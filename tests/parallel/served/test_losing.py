@@ -34,8 +34,8 @@ def own_pid(comm: Communicator) -> int:
     return os.getpid()
 
 
-def make_step(gang: LocalGang, optimizer: str, *, copies: int = 2) -> Any:
-    strategies = {"data": bx.Hybrid({"params/table": bx.Served(copies=copies)})}
+def make_step(gang: LocalGang, optimizer: str, *, copies: int = 2, spares: int = 0) -> Any:
+    strategies = {"data": bx.Hybrid({"params/table": bx.Served(copies=copies, spares=spares)})}
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     batch = specs(zipf_batches(1)[0])
     return bx.parallelize(loss, OPTIMIZERS[optimizer], mesh, strategies, init=init, batch=batch, servers=gang)
@@ -113,6 +113,30 @@ def test_without_a_copy_it_ends_and_goes_on_from_the_checkpoint(tmp_path: Path) 
             assert_equal((losses, copied(step.to_dense(state))), (wanted[0][begun:], wanted[1]))
 
 
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+def test_spare_servers_take_the_place_of_lost_ones(expected: tuple[str, Any], seed: int) -> None:
+    """Of three servers with parts all are lost, one after the other: three spare ones have what they had."""
+    drawn, (optimizer, wanted) = random.Random(seed), expected
+    steps = sorted(drawn.sample(range(1, NUM_STEPS - 3, 4), 3))  # in between the place of one is taken
+    with LocalGang(6) as gang:
+        pids = gang.run(own_pid)
+        order = drawn.sample(range(3), 3)
+
+        def kill(number: int) -> None:
+            if number in steps:
+                os.kill(pids[order[steps.index(number)]], signal.SIGKILL)
+
+        with make_step(gang, optimizer, spares=3) as step:
+            found = trained(step, kill)
+            having = step._servers._asking.having
+    assert {rank for ranks in having for rank in ranks} == {3, 4, 5}
+    assert_equal(found, wanted)
+
+
 def test_more_copies_than_servers() -> None:
-    with LocalGang(1) as gang, pytest.raises(ArgumentError, match="copies=2 of Served, and the gang has 1 ranks"):
+    with LocalGang(1) as gang, pytest.raises(ArgumentError, match="copies=2 of Served, and there are 1 servers"):
         make_step(gang, "adagrad")
+    with LocalGang(2) as gang, pytest.raises(ArgumentError, match="there are 1 servers and 1 spare ones"):
+        make_step(gang, "adagrad", spares=1)
+    with pytest.raises(ArgumentError, match="spares=1, copies=1: expected a number of servers"):
+        bx.Served(spares=1)

@@ -19,10 +19,10 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.errors import ArgumentError
 from braidax.gang import LocalGang
 from braidax.parallel.rows import row_adagrad
-from braidax.parallel.served import shard as shards
 from braidax.parallel.served.files import publishing
 from braidax.parallel.served.files.form import Header, listed, opened
-from braidax.parallel.served.shard import Shard
+from braidax.parallel.served.on_servers import shard as shards
+from braidax.parallel.served.on_servers.shard import Shard
 from tests.laws.tree import ROOT
 from tests.parallel.models import specs
 from tests.parallel.served.test_prepared import ROWS, init, loss, zipf_batches
@@ -157,17 +157,23 @@ def test_folders_know_of_one_another_nothing(gang: LocalGang, tmp_path: Path) ->
             assert_published(tmp_path / folder, step)
 
 
-def test_a_lost_server_changes_nothing(tmp_path: Path) -> None:
-    """Its copy knows what has changed."""
-    with LocalGang(2) as gang:
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_lost_server_changes_nothing(tmp_path: Path, spares: int) -> None:
+    """Its copy knows what has changed, and so does a spare server in its place."""
+    with LocalGang(2 + spares) as gang:
         pids = gang.run(own_pid)
-        with make_step(gang, copies=2) as step:
+        with make_step(gang, copies=2, spares=spares) as step:
             state = step.init(jax.random.key(0))
             step.publish(tmp_path)
             state, _ = step.update(state, BATCHES[0])
             step.finish()
             os.kill(pids[0], signal.SIGKILL)
-            state, _ = step.update(state, BATCHES[1])
+            for batch in BATCHES[1:3]:
+                state, _ = step.update(state, batch)
+                step.finish()
+            if spares:
+                os.kill(pids[1], signal.SIGKILL)  # so that the spare one is asked
+                state, _ = step.update(state, BATCHES[3])
             step.publish(tmp_path)
             assert_published(tmp_path, step)
     assert [one.kind for one in headers(tmp_path)] == ["base", "delta"]

@@ -5,8 +5,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,10 +39,20 @@ from braidax.comm.watch import Notice
 from braidax.connections.raised import Raised
 from braidax.errors import CommError, PeerLost, WaitTimeout
 
-Handler = Callable[[int, Value], Value]
-"""Returns the answer to the value that a rank asks with."""
+Handler = Callable[[int, Value], "Value | Future[Any]"]
+"""Returns the answer to the value that a rank asks with, or a future of it."""
+
+
+class _Later(NamedTuple):
+    """A request that is not answered yet. **Fields:** `answer`: that will be. `rank`: that asked. `number`: of it."""
+
+    answer: "Future[Any]"
+    rank: int
+    number: int
+
 
 _ANSWERED = HEADER.pack(ANSWER, 0)
+_LATER = -1  # in place of the kind of an answer that is not there yet
 _LOOK_SECONDS = 0.5  # how often `wait` looks who has left
 _THREAD_NAME = "braidax-serve"
 
@@ -144,6 +155,8 @@ class Server:
         self._heard_at = time.monotonic()  # when the last request came
         self._failure: CommError | None = None
         self._stopped = Operation(self._progress.world.rank)
+        self._later: list[_Later] = []
+        self._ready = Operation(self._progress.world.rank)  # ends when an answer is there that was not
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
 
     def __enter__(self) -> "Server":
@@ -227,12 +240,16 @@ class Server:
         requests = self._requests
         rank = requests.next()
         try:
-            if rank is None:
+            if self._ready.done:
+                self._answer_late()
+            elif rank is None:
                 with contextlib.suppress(WaitTimeout):  # nobody asks
                     self._progress.hurried = True
                     self._progress.wait(
-                        AnyOf((*requests.waited_for(), self._stopped)), time.monotonic() + self._limit()
+                        AnyOf((*requests.waited_for(), self._ready, self._stopped)), time.monotonic() + self._limit()
                     )
+                return
+            if rank is None:
                 return
             self._heed(rank, requests.take(rank))
         except CommError as error:
@@ -255,6 +272,7 @@ class Server:
             return requests.next() is not None  # whose error it is
         for other in gone:
             requests.forget(other)
+        self._later = [one for one in self._later if one.rank not in gone]
         return True
 
     def _heed(self, rank: int, message: bytearray) -> None:
@@ -278,9 +296,11 @@ class Server:
         small = decoded(message, HEADER.size)
         if small is None:
             talk = self._talk(rank, number)
-            steps = self._steps(talk, rank, np.frombuffer(message, np.uint8))
+            steps = self._steps(talk, rank, number, np.frombuffer(message, np.uint8))
         else:
-            kind, answer = self._called(rank, small[0])
+            kind, answer = self._called(rank, number, small[0])
+            if kind == _LATER:
+                return False
             first = encoded(answer) if kind == ANSWER else None
             if first is not None:
                 with contextlib.suppress(TypeError, ValueError, BufferError):  # it is not contiguous
@@ -288,9 +308,22 @@ class Server:
                     return True
             talk = self._talk(rank, number)
             steps = self._reply(talk, kind, answer)
+        self._carry_out(talk, steps)
+        return False
+
+    def _carry_out(self, talk: Talk, steps: Steps[None]) -> None:
         with contextlib.suppress(WaitTimeout, Withdrawn):  # it does not take its answer: others do
             run_until(self._progress, talk, steps, time.monotonic() + self._limit())
-        return False
+
+    def _answer_late(self) -> None:
+        """Answers what could not be at once, and can be now."""
+        self._ready = Operation(self._progress.world.rank)  # what is ready behind this ends it
+        done = [one for one in self._later if one.answer.done()]
+        self._later = [one for one in self._later if not one.answer.done()]
+        for one in done:
+            if not self._requests.has_left(one.rank):
+                talk = self._talk(one.rank, one.number)
+                self._carry_out(talk, self._reply(talk, *_result(one.answer)))
 
     def _talk(self, rank: int, number: int) -> Talk:
         group = self._group.number
@@ -298,18 +331,27 @@ class Server:
             self._progress, self._group.ranks[rank], tag_of(group, ANSWERS, number), tag_of(group, BODY, number)
         )
 
-    def _called(self, rank: int, value: Value) -> tuple[int, Value]:
+    def _called(self, rank: int, number: int, value: Value) -> tuple[int, Value]:
         """Calls the handler. **Returns:** the kind of the answer, and the answer, which is some value."""
         try:
-            return ANSWER, self._handler(rank, value)
+            answer = self._handler(rank, value)
         except BaseException as error:  # noqa: BLE001 (that of one request: the asker raises it, the server lives)
             return RAISED, _told(error)
+        if not isinstance(answer, Future):
+            return ANSWER, answer
+        if answer.done():
+            return _result(answer)
+        self._later.append(_Later(answer, rank, number))
+        answer.add_done_callback(lambda _: self._progress.end(self._ready))
+        return _LATER, None
 
-    def _steps(self, talk: Talk, rank: int, message: NDArray[np.uint8]) -> Steps[None]:
+    def _steps(self, talk: Talk, rank: int, number: int, message: NDArray[np.uint8]) -> Steps[None]:
         value = yield from talk.value(arriving_of(message))
         if talk.is_given_up:
             raise Withdrawn
-        yield from self._reply(talk, *self._called(rank, value))
+        kind, answer = self._called(rank, number, value)
+        if kind != _LATER:
+            yield from self._reply(talk, kind, answer)
 
     def _reply(self, talk: Talk, kind: int, answer: Value) -> Steps[None]:
         """Sends an answer, of which a large one follows if it is wanted."""
@@ -326,6 +368,14 @@ class Server:
         kind, _ = word_of(self._progress.world, talk.peer, place[: heard.num_bytes])
         if kind == GO:
             yield from talk.send_rest(parcel)
+
+
+def _result(answer: "Future[Any]") -> tuple[int, Value]:
+    """Returns the kind of an answer that is there, and the answer. A future that was cancelled raises that."""
+    try:
+        return ANSWER, answer.result(0)
+    except BaseException as error:  # noqa: BLE001 (that of one request)
+        return RAISED, _told(error)
 
 
 def _told(error: BaseException) -> bytes:

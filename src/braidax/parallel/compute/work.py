@@ -73,7 +73,7 @@ class Work:
         self._loss, self._optimizer, self._feed = loss, optimizer, feed
         self.mesh, self.plan = mesh, plan
         self.form = StateForm(optimizer, born, mesh, plan, feed)
-        self._wants_norm = GRAD_NORM in metrics
+        self._wants_norm, self._loss_spec = GRAD_NORM in metrics, program.out_specs[0]
         if self._wants_norm and GRAD_NORM in program.out_specs[1][0]:
             raise ArgumentError(
                 f"metrics asks for {GRAD_NORM!r}, and loss_fn {loss.name} returns one: rename that in aux"
@@ -96,6 +96,11 @@ class Work:
         self.gradient_shardings = dense if self._reading is None else (dense, self._reading.payload_shardings)
         self.plan = with_held(plan, list(self.form.held_bytes()))
         self._updated = self._traced_update(program.out_specs[0]) if feed is None else None
+
+    @property
+    def loss_spec(self) -> jax.ShapeDtypeStruct:
+        """Of the loss."""
+        return self._loss_spec
 
     @property
     def checks(self) -> Mapping[str, Check]:

@@ -6,38 +6,47 @@ import secrets
 import socket
 import uuid
 from collections.abc import Generator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from braidax.comm import Communicator, TcpStore, TcpStoreServer, connect
 from braidax.connections.coordination import Coordination
 from braidax.connections.hosts import host_addresses
-from braidax.errors import CommError
+from braidax.errors import ArgumentError, CommError
 
 
 @dataclass(frozen=True, repr=False)
 class Meeting:
-    """The store of one world of servers and workers.
+    """Where the servers and the workers of one run meet: a store. It goes to other processes by pickle or as JSON.
 
-    **Fields:** `host`, `port`, `secret`: of the store. `job`: names the world. `transport`: of its messages.
-    `timeout_seconds`: the limit of each wait. `num_servers`: the first ranks.
+    **Fields:** `address`: of the store, `"host:port"`; `secret`: its. `job`: names the world. `transport`: of messages.
+    `timeout_seconds`: the limit of each wait. `num_servers`: the first ranks. `num_workers`: the ranks behind them.
+    `worker`: which of these joins by it; None where that is not said yet.
     """
 
-    host: str
-    port: int
+    address: str
     secret: bytes
     job: str
     transport: str
     timeout_seconds: float
     num_servers: int
+    num_workers: int
+    worker: int | None = None
 
-    def join(self, rank: int, num_workers: int) -> Communicator:
-        """Joins the world, once all others do. **Arguments:** `num_workers`: who train. **Raises:** as `connect`."""
-        with TcpStore(self.host, self.port, secret=self.secret, timeout_seconds=self.timeout_seconds) as store:
+    def of_worker(self, number: int) -> "Meeting":
+        """Returns it for one worker. **Arguments:** `number`: of it, 0 to `num_workers - 1`, each once."""
+        if not 0 <= number < self.num_workers:
+            raise ArgumentError(f"worker {number} of {self.num_workers}: expected 0 <= number < {self.num_workers}")
+        return replace(self, worker=number)
+
+    def join(self, rank: int) -> Communicator:
+        """Joins the world, once all others do. **Raises:** as `connect`."""
+        host, _, port = self.address.rpartition(":")
+        with TcpStore(host, int(port), secret=self.secret, timeout_seconds=self.timeout_seconds) as store:
             return connect(
                 store,
                 rank=rank,
-                size=self.num_servers + num_workers,
+                size=self.num_servers + self.num_workers,
                 transport=self.transport,
                 job=self.job,
                 on_loss="peer",
@@ -58,18 +67,25 @@ class Meeting:
 
 @contextlib.contextmanager
 def begin_meeting(
-    hosts: tuple[str, ...], *, transport: str, timeout_seconds: float, others: Coordination | None
+    hosts: tuple[str, ...],
+    *,
+    num_workers: int,
+    transport: str,
+    timeout_seconds: float,
+    others: Coordination | None = None,
+    reach: Literal["here", "all"] = "here",
 ) -> Generator[Meeting, None, None]:
     """Keeps a store as long as servers and workers join.
 
-    **Arguments:** `hosts`: of the servers. `others`: where the other processes of the job are told; None if there are
-    none.
+    **Arguments:** `hosts`: of the servers. `others`: where the other processes of the job are told; None if nobody is.
+    `reach`: whether workers on other hosts may come; where servers are elsewhere they may.
     """
-    is_here = others is None and all(name == socket.gethostname() for name in hosts)
+    is_here = reach == "here" and others is None and all(name == socket.gethostname() for name in hosts)
     secret = secrets.token_bytes(32)
     with TcpStoreServer(host="127.0.0.1" if is_here else "", secret=secret) as store:
-        host, port = "127.0.0.1" if is_here else host_addresses()[0], int(store.address.rpartition(":")[2])
-        meeting = Meeting(host, port, secret, f"tables {uuid.uuid4().hex}", transport, timeout_seconds, len(hosts))
+        address = f"{'127.0.0.1' if is_here else host_addresses()[0]}:{store.address.rpartition(':')[2]}"
+        job = f"tables {uuid.uuid4().hex}"
+        meeting = Meeting(address, secret, job, transport, timeout_seconds, len(hosts), num_workers)
         if others is not None:
             others.set("meeting", meeting.to_json())
         yield meeting

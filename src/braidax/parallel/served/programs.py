@@ -134,11 +134,11 @@ def table_form(name: str, spec: jax.ShapeDtypeStruct, born: Program, rules: RowR
     of_rows = (values, *given, *rows.shared)
     moves = rules.optimizer.settle is not None
     programs = Programs(
-        born=_exported(*_born(name, spec, born)),
-        begin=_exported(rows.begin, values),
-        update=_exported(rows.update, values, *of_rows),
-        settle=_exported(rows.settle, *of_rows) if moves else b"",
-        sums=_exported(lambda gradients: [one.of(gradients, ()) for one in rules.sums], values) if rules.sums else b"",
+        born=exported(*_born(name, spec, born)),
+        begin=exported(rows.begin, values),
+        update=exported(rows.update, values, *of_rows),
+        settle=exported(rows.settle, *of_rows) if moves else b"",
+        sums=exported(lambda gradients: [one.of(gradients, ()) for one in rules.sums], values) if rules.sums else b"",
     )
     joins = tuple(one.join for one in rules.sums)
     return TableForm(name, tuple(spec.shape), str(spec.dtype), rows.forms, len(rows.shared), joins, programs)
@@ -192,21 +192,27 @@ class _FlatRows:
 
 def _born(name: str, spec: jax.ShapeDtypeStruct, born: Program) -> tuple[Callable[[jax.Array], jax.Array], Any]:
     """Returns what makes a table of the numbers of a key, and the form of these."""
+    data, impl = key_form(born.in_specs[0])
+
+    def table(data: jax.Array) -> jax.Array:
+        made = born(jax.random.wrap_key_data(data, impl=impl))
+        return dict(named_leaves(made.params))[name].reshape(spec.shape)
+
+    return table, data
+
+
+def key_form(key: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, Any]:
+    """Returns the spec of the numbers of a typed key, and what makes a key of them. **Arguments:** `key`: its spec."""
     impls: list[Any] = []
 
     def data_of(key: jax.Array) -> jax.Array:
         impls.append(jax.random.key_impl(key))
         return jax.random.key_data(key)
 
-    data = jax.eval_shape(data_of, born.in_specs[0])
-
-    def table(data: jax.Array) -> jax.Array:
-        made = born(jax.random.wrap_key_data(data, impl=impls[0]))
-        return dict(named_leaves(made.params))[name].reshape(spec.shape)
-
-    return table, data
+    return jax.eval_shape(data_of, key), impls[0]
 
 
-def _exported(fn: Callable[..., Any], *specs: Any) -> bytes:
+def exported(fn: Callable[..., Any], *specs: Any) -> bytes:
+    """Returns a function as a program for servers, who compute with what is in their host memory."""
     import_extra("flatbuffers", "servers", purpose="sending programs to servers of tables")
     return bytes(export.export(jax.jit(fn), platforms=_PLATFORMS)(*specs).serialize())

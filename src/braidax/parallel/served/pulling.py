@@ -45,8 +45,10 @@ class Pulling:
         self._servers, self._feed, self._thread = servers, feed, thread
         self._coming: list[_Coming] = []
 
-    def pull(self, ids: Mapping[str, jax.Array]) -> Pulled:
-        """Returns what a batch reads. **Arguments:** `ids`: of each device, `[N, m]`, by table; it waits for them.
+    def pull(self, ids: Mapping[str, jax.Array], *, at_least: int = 0) -> Pulled:
+        """Returns what a batch reads.
+
+        **Arguments:** `ids`: of each device, `[N, m]`, by table; it waits for them. `at_least`: as of `Servers.pull`.
 
         **Raises:** `DataError` for ids that no row has, where they are an error.
         """
@@ -56,7 +58,7 @@ class Pulling:
             if told := counted_out_of_range(self._feed.tables, counts):
                 raise DataError(f"a batch {told}")
         rows = {name: BatchRows(part, self._servers.num_servers) for name, part in parts.items()}
-        return rows, self._servers.pull(rows)
+        return rows, self._servers.pull(rows, at_least=at_least)
 
     @property
     def num_coming(self) -> int:

@@ -64,7 +64,7 @@ class ServedTables:
             shared = [np.asarray(one) for one in found["shared"]]
             part = TablePart(first, rows["values"].reshape(last - first, form.width), kept, shared)
             self._servers.write(name, part, step)
-        self._servers.meet()
+        self._servers.brought()
         self._adopt(step)
         return self
 

@@ -4,8 +4,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, final
 
 import jax
@@ -14,25 +13,26 @@ from numpy.typing import NDArray
 
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
-from braidax.gang import Gang
-from braidax.program.coordination import coordination
 
+from .asking import Asking
 from .batch_rows import BatchRows
-from .meeting import begin_meeting, find_meeting
+from .joining import Joined
+from .on_servers.dense import DenseForm
+from .on_servers.server import described
 from .programs import JOINS, TableForm
-from .server import described, serve
-from .wire import Message, packed, unpacked
+from .wire import Message, packed
 
 _log = logging.getLogger("braidax")
-_NOTICED_SECONDS = 10.0
 _BLOCK_BYTES = 16 << 20  # of a table that is read or written whole, a message
 
 
 class Rows(NamedTuple):
-    """Rows of a batch. **Fields:** `step`: how many updates they have seen. `values`: by table, `[u, D]`."""
+    """What a batch reads. **Fields:** `step`: how many updates it has seen. `values`: of rows by table, `[u, D]`.
+    `whole`: variables that servers have whole, by name."""
 
     step: int
     values: dict[str, NDArray[Any]]
+    whole: dict[str, NDArray[Any]]
 
 
 class TablePart(NamedTuple):
@@ -52,63 +52,56 @@ class TablePart(NamedTuple):
 class Servers:
     """The servers that the ranks of a gang are for one run: asked by any thread, until closed.
 
-    All processes of a run have one of these; where that says so, all call a method at the same time.
+    All who train have one of these; where that says so, all call a method at the same time.
 
-    **Arguments:** `gang`: which runs; its ranks do nothing else meanwhile, and its transport carries what these are
-    asked. None in all processes but the first. `forms`: of the tables, by name. `staleness`: how many updates a process
-    may be ahead of another. `copies`: how many servers have each part of a table. `disk`: the folder in which servers
-    keep them; None is memory. `timeout_seconds`: the limit of each wait.
+    **Arguments:** `joined`: their world. `forms`: of the tables, by name. `staleness`: how many updates one who trains
+    may be ahead of another; None: each push is an update by itself. `copies`: how many servers have each part of a
+    table. `spares`: how many servers have none until one is lost. `disk`: the folder in which servers keep tables; None
+    is memory. `dense`: by server what it has whole, where those who train have nothing; gradients are then averaged.
 
-    **Raises:** as `Gang.submit`, and as `comm.connect`.
+    **Raises:** `ArgumentError`; what servers raise that have no room.
     """
 
     def __init__(
         self,
-        gang: Gang | None,
+        joined: Joined,
         forms: Mapping[str, TableForm],
         *,
-        staleness: int = 0,
+        staleness: int | None = 0,
         copies: int = 1,
+        spares: int = 0,
         disk: str | None = None,
-        timeout_seconds: float = 120.0,
+        dense: Sequence[DenseForm] = (),
     ) -> None:
-        self._forms, self._num_workers, self._worker = forms, jax.process_count(), jax.process_index()
-        service = coordination() if self._num_workers > 1 else None
-        others = None if service is None else service.numbered("tables")
-        if self._worker == 0:
-            check_gang(gang)
-            assert gang is not None, "it was checked"
-            if copies > gang.size:
-                raise ArgumentError(
-                    f"copies={copies} of Served, and the gang has {gang.size} ranks: expected as many servers at least"
-                )
-            with begin_meeting(
-                gang.hosts, transport=gang.transport, timeout_seconds=timeout_seconds, others=others
-            ) as meeting:
-                serving = gang.submit(serve, meeting, self._num_workers, copies)
-                try:
-                    self._world = meeting.join(gang.size, self._num_workers)
-                except (CommError, WaitTimeout):
-                    if serving.done:
-                        serving.result()  # which says why they have not come
-                    raise
-        else:
-            assert others is not None, "there are several processes"
-            meeting = find_meeting(others, timeout_seconds=timeout_seconds)
-            self._world = meeting.join(meeting.num_servers + self._worker, self._num_workers)
-        self.num_servers = meeting.num_servers
-        self._run, self._closed = meeting.job, False
-        self._gang, self._copies, self._lost = gang, copies, set[int]()
-        self._pool = ThreadPoolExecutor(self.num_servers * copies, thread_name_prefix="braidax-ask")
+        self._forms, self._dense, self._joined = forms, dense, joined
+        self._world, self.num_servers = joined.world, joined.meeting.num_servers - spares
+        self._num_workers, self.worker = joined.meeting.num_workers, joined.worker
+        self._spares, self._closed = spares, False
+        self._asking = Asking(joined, copies, spares)
         self._workers: Communicator | None = None
-        fields, programs = described(forms)
-        made = {"tables": fields, "staleness": staleness, "disk": disk}
         try:
+            if copies > self.num_servers:
+                raise ArgumentError(
+                    f"copies={copies} of Served, and there are {self.num_servers} servers"
+                    f"{f' and {spares} spare ones' if spares else ''}: expected as many at least"
+                )
             self._workers = self._world.split(1) if self._num_workers > 1 else None
-            self._first_asks(lambda part: self._packed("make", part, made, programs))
+            self._made = functools.partial(self._making, *described(forms), {"staleness": staleness, "disk": disk})
+            self._first_asks(self._made)
         except BaseException:
             self.close(others="leave")
             raise
+
+    def _making(
+        self, tables: list[dict[str, Any]], programs: Mapping[str, Any], more: Mapping[str, Any], part: int
+    ) -> list[Any]:
+        """Returns what a server is told that makes a part."""
+        fields, arrays = {"tables": tables, "parts": self.num_servers, **more}, dict(programs)
+        if self._dense:
+            fields["dense"], of_dense = self._dense[part].told()
+            fields["gradients"] = "averaged"
+            arrays |= {f"dense/{name}": program for name, program in of_dense.items()}
+        return self._asking.packed("make", part, fields, arrays)
 
     def meet(self) -> None:
         """Returns when all processes have called it: what they have pushed before, all servers have.
@@ -120,17 +113,48 @@ class Servers:
         try:
             self._workers.barrier()
         except PeerLost as error:
-            raise PeerLost(
-                f"a process that trains, too, is lost, and an update takes all: {error}; start all of them again, and "
-                f"they go on from the last checkpoint",
-                error.rank,
-                error.host,
-            ) from error
+            raise self._one_is_lost(str(error), error.rank, error.host) from error
+
+    def recover(self, settle: Callable[[], object]) -> None:
+        """Lets spare servers take the place of those that are lost; all processes call it, before an update.
+
+        **Arguments:** `settle`: returns when servers have all that was pushed.
+        """
+        if not self._spares:
+            return
+        wanted = np.array(self._asking.wanted() if self.worker == 0 else [], np.int64).reshape(-1, 2)
+        wanted = self.of_first(wanted)
+        if not len(wanted):
+            return
+        settle()
+        for lost, spare in wanted.tolist():
+            begun = time.monotonic()
+            if self.worker == 0:
+                self._asking.fill(lost, spare, self._made)
+            self.meet()
+            self._asking.replace(lost, spare)
+            _log.warning("server %d has taken the place of %d in %.1f s", spare, lost, time.monotonic() - begun)
+
+    def of_first(self, value: NDArray[Any]) -> NDArray[Any]:
+        """Returns what the first of all has given; all call it."""
+        return value if self._workers is None else np.asarray(self._workers.broadcast(value))
+
+    def _one_is_lost(self, told: str, rank: int, host: str = "") -> PeerLost:
+        return PeerLost(
+            f"a process that trains, too, is lost, and an update takes all: {told}; start all of them again, and "
+            f"they go on from the last checkpoint",
+            rank,
+            host,
+        )
+
+    def ask(self, kind: str, fields: Callable[[int], Mapping[str, Any]]) -> list[Message]:
+        """Asks the servers of all parts at once. **Arguments:** `fields`: of the question for a part."""
+        return self._asking.ask_all(lambda part: self._asking.packed(kind, part, fields(part)))
 
     def _first_asks(self, question: Callable[[int], list[Any]]) -> None:
         """Lets the first process ask all servers, while all others wait."""
-        if self._worker == 0:
-            self._ask_all(question, of="all")
+        if self.worker == 0:
+            self._asking.ask_all(question, of="all")
         self.meet()
 
     # Rows
@@ -138,10 +162,14 @@ class Servers:
     def bear(self, key: jax.Array) -> None:
         """Makes the first rows of all tables; all processes call it. **Arguments:** `key`: that the step is given."""
         data = np.asarray(jax.random.key_data(key))
-        self._first_asks(lambda part: self._packed("bear", part, {}, {"key": data}))
+        self._first_asks(lambda part: self._asking.packed("bear", part, {}, {"key": data}))
 
-    def pull(self, batch: Mapping[str, BatchRows], *, known: Rows | None = None) -> Rows:
-        """Returns rows as they are now. **Arguments:** `known`: as they were, so that only changes are asked for."""
+    def pull(self, batch: Mapping[str, BatchRows], *, known: Rows | None = None, at_least: int = 0) -> Rows:
+        """Returns rows as they are now, and what servers have whole.
+
+        **Arguments:** `known`: as they were, so that only changes are asked for. `at_least`: how many updates they have
+        to have seen: it waits for these. **Raises:** `PeerLost` when one who trains is gone, and they will not come.
+        """
         names, since = [*batch], -1 if known is None else known.step
         values = {
             name: known.values[name] if known is not None else self._empty(name, len(rows.unique))
@@ -150,13 +178,19 @@ class Servers:
 
         def question(server: int) -> list[Any]:
             ids = {name: rows.asked(server) for name, rows in batch.items()}
-            return self._packed("pull", server, {"tables": names, "since": since}, ids)
+            return self._asking.packed("pull", server, {"tables": names, "since": since, "at_least": at_least}, ids)
 
-        answers = self._ask_all(question)
+        answers = self._asking.ask_all(question)
+        for answer in answers:
+            if answer.kind == "lost":
+                raise self._one_is_lost(f"worker {answer.fields['worker']} is gone", int(answer.fields["worker"]))
+        whole: dict[str, NDArray[Any]] = {}
         for server, answer in enumerate(answers):
+            if self._dense:
+                whole |= {name: answer.arrays[f"dense/{at}"] for at, name in enumerate(self._dense[server].names)}
             for name, rows in batch.items():
                 rows.put(values[name], server, answer.arrays[name], answer.arrays.get(f"{name}/changed"))
-        return Rows(min(int(answer.fields["step"]) for answer in answers), values)
+        return Rows(min(int(answer.fields["step"]) for answer in answers), values, whole)
 
     def stage(
         self, batch: Mapping[str, BatchRows], gradients: Mapping[str, NDArray[Any]], step: int
@@ -165,11 +199,11 @@ class Servers:
 
         All processes call it. **Arguments:** as of `push`, which moves the rows.
         """
-        self._ask_all(
-            lambda part: self._packed("stage", part, *self._gradients(batch, gradients, step, part)), of="all"
+        self._asking.ask_all(
+            lambda part: self._asking.packed("stage", part, *self._gradients(batch, gradients, step, part)), of="all"
         )
         self.meet()
-        answers = self._ask_all(lambda part: self._packed("sums", part, {"step": step}))
+        answers = self._asking.ask_all(lambda part: self._asking.packed("sums", part, {"step": step}))
         found: dict[str, list[Any]] = {}
         for number, name in enumerate(batch):
             joins = [JOINS[join] for join in self._forms[name].joins]
@@ -183,22 +217,29 @@ class Servers:
         gradients: Mapping[str, NDArray[Any]] | None,
         numbers: Mapping[str, Sequence[Any]],
         step: int,
-    ) -> None:
+        whole: Mapping[str, Any] | None = None,
+    ) -> int:
         """Moves rows by their gradients: of all tables, also those of which a server has no row in this batch.
 
         **Arguments:** `gradients`: `[u, D]`; None where they were staged. `numbers`: as of `Shard.push`. `step`: the
-        number of updates before.
+        number of updates before. `whole`: gradients of what servers have whole, by name, and "" for the loss.
+
+        **Returns:** how many updates the servers have seen now.
         """
         told = {f"{at}/{one}": number for at, name in enumerate(batch) for one, number in enumerate(numbers[name])}
         more = {"num_numbers": [len(numbers[name]) for name in batch], "staged": gradients is None}
 
         def update(server: int) -> list[Any]:
             if gradients is None:
-                return self._packed("push", server, {"step": step, **more}, told)
+                return self._asking.packed("push", server, {"step": step, **more}, told)
             fields, arrays = self._gradients(batch, gradients, step, server)
-            return self._packed("push", server, {**fields, **more}, {**arrays, **told})
+            if self._dense and whole is not None:
+                own = self._dense[server]
+                arrays |= {f"dense/{at}": whole[own.names[one]] for at, one in enumerate(own.moved)}
+                arrays["loss"] = whole[""]
+            return self._asking.packed("push", server, {**fields, **more}, {**arrays, **told})
 
-        self._ask_all(update, of="all")
+        return min(int(answer.fields["step"]) for answer in self._asking.ask_all(update, of="all"))
 
     def _gradients(
         self, batch: Mapping[str, BatchRows], gradients: Mapping[str, NDArray[Any]], step: int, server: int
@@ -214,8 +255,14 @@ class Servers:
 
     def own_rows(self, name: str) -> tuple[int, int]:
         """Returns which rows of a table this process brings where all bring some: the first, and what is behind."""
-        num_rows, num = self._forms[name].shape[0], self._num_workers
-        return num_rows * self._worker // num, num_rows * (self._worker + 1) // num
+        num_rows, num = self._forms[name].shape[0], self._joined.bringers
+        first, last = (num_rows * min(one, num) // num for one in (self.worker, self.worker + 1))
+        return first, last
+
+    def brought(self) -> None:
+        """Returns when all that bring rows have called it."""
+        if self._joined.bringers > 1:
+            self.meet()
 
     def read(self, name: str, first: int, last: int) -> TablePart:
         """Returns rows of a table, none of which lags behind. **Arguments:** `last`: the row behind the last."""
@@ -224,7 +271,7 @@ class Servers:
         kept = [np.empty((last - first, *one.shape), jax.numpy.dtype(one.dtype)) for one in form.kept]
         shared: list[NDArray[Any]] = []
         for start, stop in self._blocks(form, first, last):
-            answers = self._ask_all(lambda server, rows=(start, stop): self._asked("read", name, server, *rows))
+            answers = self._asking.ask_all(lambda server, rows=(start, stop): self._asked("read", name, server, *rows))
             for server, answer in enumerate(answers):
                 part = self._part(server, start, stop, first)
                 for at, leaf in enumerate((values, *kept)):
@@ -243,7 +290,39 @@ class Servers:
             return self._asked("load", name, server, start, stop, {"values": part.values[rows], **kept, **shared}, step)
 
         for start, stop in self._blocks(form, first, first + len(part.values)):
-            self._ask_all(lambda server, rows=(start, stop): block(server, *rows), of="all")
+            self._asking.ask_all(lambda server, rows=(start, stop): block(server, *rows), of="all")
+
+    def num_updates(self) -> int:
+        """Returns how many updates all servers have seen."""
+        return self.pull({}).step
+
+    def read_whole(self) -> tuple[int, dict[str, NDArray[Any]]]:
+        """Returns how many updates servers have seen, and what each has whole, with what is kept of it, by path."""
+        answers, found = (
+            self._asking.ask_all(lambda part: self._asking.packed("read dense", part, {})),
+            dict[str, NDArray[Any]](),
+        )
+        for form, answer in zip(self._dense, answers, strict=True):
+            found |= {one.name: answer.arrays[str(at)].copy() for at, one in enumerate(form.carry)}
+        return min(int(answer.fields["step"]) for answer in answers), found
+
+    def write_whole(self, carry: Mapping[str, Any], step: int) -> None:
+        """Undoes `read_whole`."""
+
+        def question(part: int) -> list[Any]:
+            arrays = {str(at): carry[one.name] for at, one in enumerate(self._dense[part].carry)}
+            return self._asking.packed("load dense", part, {"step": step}, arrays)
+
+        self._asking.ask_all(question, of="all")
+
+    @contextlib.contextmanager
+    def held(self) -> Generator[None]:
+        """Lets nobody else change anything, so that all that is read belongs to one moment of each server."""
+        self._asking.ask_all(lambda part: self._asking.packed("hold", part, {}), of="all")
+        try:
+            yield
+        finally:
+            self._asking.ask_all(lambda part: self._asking.packed("release", part, {}), of="all")
 
     def _blocks(self, form: TableForm, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yields the rows of a message after the other; one without rows where there are none."""
@@ -262,109 +341,22 @@ class Servers:
         """Returns what a server is asked about its rows of some consecutive ones."""
         ends = [-(-(end - server) // self.num_servers) for end in (start, stop)]
         fields = {"table": name, "start": ends[0], "stop": ends[1], "step": step}
-        return self._packed(kind, server, fields, arrays)
+        return self._asking.packed(kind, server, fields, arrays)
 
     def _empty(self, name: str, count: int) -> NDArray[Any]:
         form = self._forms[name]
         return np.zeros((count, form.width), jax.numpy.dtype(form.dtype))
-
-    # Messages
-
-    def ask(self, kind: str, fields: Callable[[int], Mapping[str, Any]]) -> list[Message]:
-        """Asks the servers of all parts at once. **Arguments:** `fields`: of the question for a part."""
-        return self._ask_all(lambda part: self._packed(kind, part, fields(part)))
-
-    def _packed(
-        self, kind: str, part: int, fields: Mapping[str, Any], arrays: Mapping[str, Any] | None = None
-    ) -> list[Any]:
-        return packed(kind, {**fields, "run": self._run, "part": part}, arrays)
-
-    def _ask_all(self, question: Callable[[int], list[Any]], *, of: Literal["one", "all"] = "one") -> list[Message]:
-        """Asks the servers of all parts at once.
-
-        **Arguments:** `question`: for a part. `of`: whether one of those who have it is asked, or all.
-
-        **Returns:** an answer for each part. **Raises:** `PeerLost` where all who have a part are gone; what the first
-        of them raises that fails, in their order.
-        """
-        if of == "one":
-            others = [self._pool.submit(self._ask_one, question, part) for part in range(1, self.num_servers)]
-            return [self._ask_one(question, 0), *(one.result() for one in others)]
-        asked = [
-            [self._pool.submit(self._ask, server, part, question) for server in self._holders(part)]
-            for part in range(self.num_servers)
-        ]
-        return [self._first(part, [one.result() for one in some]) for part, some in enumerate(asked)]
-
-    def _ask_one(self, question: Callable[[int], list[Any]], part: int) -> Message:
-        """Asks whoever of those that have a part is there."""
-        answers: list[Message | PeerLost] = []
-        for server in self._holders(part):
-            answers.append(self._ask(server, part, question))
-            if isinstance(answers[-1], Message):
-                break
-        return self._first(part, answers)
-
-    def _holders(self, part: int) -> list[int]:
-        """Returns the servers that have a part, and are not known to be lost."""
-        every = [(part + copy) % self.num_servers for copy in range(self._copies)]
-        return [server for server in every if server not in self._lost] or every
-
-    def _ask(self, server: int, part: int, question: Callable[[int], list[Any]]) -> Message | PeerLost:
-        """Returns the answer of a server, or that it is lost."""
-        try:
-            return unpacked(self._world.ask(server, question(part)))
-        except PeerLost as error:
-            if server not in self._lost and self._copies > 1:
-                _log.warning(
-                    "server %d of %d is lost (%s); training goes on with the copies of what it had",
-                    server,
-                    self.num_servers,
-                    error,
-                )
-            self._lost.add(server)
-            return error
-
-    def _first(self, part: int, answers: Sequence[Message | PeerLost]) -> Message:
-        """Returns the first answer for a part. **Raises:** `PeerLost` where there is none."""
-        found = next((answer for answer in answers if isinstance(answer, Message)), None)
-        if found is None:
-            last = answers[-1]
-            assert isinstance(last, PeerLost), "somebody was asked"
-            copies = "its only copy" if self._copies == 1 else f"all {self._copies} copies"
-            raise PeerLost(
-                f"server {part} of {self.num_servers} is lost, and {copies} of what it had of the tables: {last}; "
-                f"begin anew from the last checkpoint, with a gang that has all its ranks (gang.replace())",
-                part,
-                last.host,
-            ) from last
-        return found
 
     def close(self, *, others: Literal["wait", "leave"] = "wait") -> None:
         """Ends the servers; what they have is gone. A second call does nothing.
 
         **Arguments:** `others`: whether processes that ask still are waited for, until they close theirs.
         """
-        self._pool.shutdown()
-        if others == "wait" and not self._closed:
-            with contextlib.suppress(CommError, WaitTimeout):  # one that has failed asks no more
+        with contextlib.suppress(CommError, WaitTimeout):  # one that has failed asks no more
+            if self._dense and not self._closed:  # others may train on
+                for server in range(self.num_servers):
+                    self._world.ask(server, packed("leave"))
+            elif others == "wait" and not self._closed:
                 self.meet()
         self._closed = True
-        self._world.close()
-        self._let_gang_notice()
-
-    def _let_gang_notice(self) -> None:
-        """Returns when the gang has seen all losses that messages told of first: `Gang.replace` brings back what it
-        knows to be lost, and another run on the rest would wait for ranks that never come."""
-        deadline = time.monotonic() + _NOTICED_SECONDS
-        while self._gang is not None and not self._lost <= {*self._gang.lost} and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-
-def check_gang(gang: Any) -> None:
-    """Raises `ArgumentError` for what is no gang that runs."""
-    if not isinstance(gang, Gang):
-        raise ArgumentError(
-            f"servers is {gang!r}, expected a gang whose ranks will have the tables: "
-            f"with bx.gang.LocalGang(2) as gang: bx.parallelize(…, servers=gang)"
-        )
+        self._asking.close()

@@ -29,11 +29,11 @@ from .batch_rows import BatchRows
 from .compiled import ServedPrograms
 from .feed import ServedFeed
 from .files.publishing import Publisher
-from .parts import local_parts
+from .joining import join_with_processes
 from .pulling import Pulling, fed_with
-from .row_memory import aligned
 from .saved import ServedTables
 from .servers import Servers, TablePart
+from .summing import Summing
 
 
 @final
@@ -71,11 +71,19 @@ class ServedStep:
         self._last: weakref.ref[jax.Array] | None = None  # the step of the state that belongs to what servers have
         self._num_updates, self._key = -1, None  # before there are any tables
         self._forms = feed.forms(born)
-        kind = feed.placement
-        self._servers = Servers(gang, self._forms, staleness=kind.staleness, copies=kind.copies, disk=kind.disk)
+        placement = feed.placement
+        joined = join_with_processes(gang)
+        self._servers = Servers(
+            joined,
+            self._forms,
+            staleness=placement.staleness,
+            copies=placement.copies,
+            spares=placement.spares,
+            disk=placement.disk,
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
-        self._sums: dict[str, dict[int, NDArray[Any]]] = {}  # room for those of each table, by device
-        self._summing = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
+        self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
+        self._summing = Summing(self._threads)
         self._pulling = Pulling(self._servers, feed, self._thread)
         self._tables = ServedTables(self._servers, self._forms, self._settled, self._restored)
         self._publisher = Publisher(self._servers, self._forms)
@@ -156,18 +164,22 @@ class ServedStep:
         """
         self._check_state(state)
         self._check_batch(batch)
+        placement = self._feed.placement
+        if placement.spares:
+            self._wait(behind=placement.staleness)
+            self._servers.recover(self._wait)
         pulling = self._pulling.take(jax.tree.leaves(batch), self._num_updates)
         if coming is not None:
             self._prepare(coming, self._num_updates + 1 + self._pulling.num_coming)
         state, batch = adopt(state, self.state_shardings), place(batch, self.batch_shardings)
         if pulling is None:
             ids = self._programs.ids(state.variables, state.key, state.step, batch)
-            self._wait(behind=self._feed.placement.staleness)
+            self._wait(behind=placement.staleness)
             rows, pulled = self._pulling.pull(ids)
         else:
             rows, pulled = pulling.result()
-            self._wait(behind=self._feed.placement.staleness)
-            if pulled.step < self._num_updates - self._feed.placement.staleness:
+            self._wait(behind=placement.staleness)
+            if pulled.step < self._num_updates - placement.staleness:
                 pulled = self._servers.pull(rows, known=pulled)
         self._lags[max(0, self._num_updates - pulled.step)] += 1
         fed = fed_with(self._reading, rows, pulled)
@@ -181,7 +193,9 @@ class ServedStep:
         totals: dict[int, Any] = {}
         if self._feed.wants_sums:
             self._wait()
-            sums = self._servers.stage(rows, self._summed(rows, payload), self._num_updates)
+            sums = self._servers.stage(
+                rows, self._summing.summed(rows, payload, self._reading.sums_on_host), self._num_updates
+            )
             totals, squares = self._feed.totals(sums)
             payload, metrics = None, _with_squares(metrics, squares)
         given = (dense, totals)
@@ -219,7 +233,7 @@ class ServedStep:
         **Arguments:** `others`: whether other processes of the run are waited for, until they close theirs.
         """
         self._thread.shutdown(cancel_futures=True)
-        self._summing.shutdown()
+        self._threads.shutdown()
         self._publisher.close()
         self._servers.close(others=others)
 
@@ -326,21 +340,9 @@ class ServedStep:
 
     def _push(self, rows: Mapping[str, BatchRows], payload: Any, numbers: Any, step: int) -> None:
         """Brings the gradients of rows to the servers, when they are there, unless they are staged."""
-        gradients = None if payload is None else self._summed(rows, payload)
+        gradients = None if payload is None else self._summing.summed(rows, payload, self._reading.sums_on_host)
         told = {name: [np.asarray(number) for number in some] for name, some in numbers.items()}
         self._servers.push(rows, gradients, told, step)
-
-    def _summed(self, rows: Mapping[str, BatchRows], payload: Mapping[str, jax.Array]) -> dict[str, NDArray[Any]]:
-        """Waits for the gradients of all devices' rows, and sums them, `[u, D]`."""
-        found: dict[str, NDArray[Any]] = {}
-        for name, one in rows.items():
-            parts = local_parts(payload[name])
-            if self._reading.sums_on_host(name):
-                if name not in self._sums:
-                    self._sums[name] = {at: aligned(part.shape, part.dtype) for at, part in parts.items()}
-                parts = one.summed_ids(parts, self._sums[name], self._summing)
-            found[name] = one.summed(parts)
-        return found
 
     def _wait(self, *, behind: int = 0) -> None:
         """Returns when servers have what all processes have pushed, but for the last updates.

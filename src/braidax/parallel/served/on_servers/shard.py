@@ -7,14 +7,14 @@ from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
-from jax import export
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
+from braidax.parallel.served.files.row_files import RowFiles
+from braidax.parallel.served.programs import JOINS, TableForm
+from braidax.parallel.served.row_memory import aligned, is_aligned, put_rows, take_rows
 
-from .files.row_files import RowFiles
-from .programs import JOINS, TableForm
-from .row_memory import aligned, is_aligned, put_rows, take_rows
+from .dense import loaded
 
 _FEWEST = 256  # rows that a program is compiled for; numbers of rows are rounded up to powers of two
 _MOST = 8192  # rows that are computed at a time
@@ -68,14 +68,14 @@ class Shard:
         self._chunk = min(_MOST, max(_FEWEST, 1 << (max(1, fits).bit_length() - 1)))
         self._device = jax.local_devices(backend="cpu")[0]
         self._rooms: list[_Room] = []  # that no thread is in
-        self._begin, self._update = _loaded(form.programs.begin), _loaded(form.programs.update)
-        self._settle = _loaded(form.programs.settle) if form.programs.settle else None
-        self._sums = _loaded(form.programs.sums) if form.programs.sums else None
+        self._begin, self._update = loaded(form.programs.begin), loaded(form.programs.update)
+        self._settle = loaded(form.programs.settle) if form.programs.settle else None
+        self._sums = loaded(form.programs.sums) if form.programs.sums else None
         self._begun(np.zeros((1, form.width), dtype), 0)
 
     def bear(self, key_data: NDArray[Any]) -> None:
         """Makes the first rows, as the user's `init` makes the table. **Arguments:** `key_data`: of its key."""
-        table = np.asarray(_loaded(self.form.programs.born)(key_data))
+        table = np.asarray(loaded(self.form.programs.born)(key_data))
         self.load(table.reshape(self.form.shape[0], self.form.width)[self.rank :: self.size])
 
     def load(self, values: NDArray[Any]) -> None:
@@ -85,6 +85,16 @@ class Shard:
         self.begun += 1
         for start in range(0, self.num_rows, self._chunk):
             self._begun(self.values[start : start + self._chunk], start)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, with all that is kept of it."""
+        return sum(leaf.nbytes for leaf in self.lying(0, self.num_rows)) // max(1, self.num_rows)
+
+    def lying(self, start: int, stop: int) -> list[NDArray[Any]]:
+        """Returns consecutive rows as they lie here, which are not brought up, to be read or written: values, what is
+        kept of them, and when each was moved last."""
+        return [leaf[start:stop] for leaf in (self.values, *self.kept, self.touched)]
 
     def put(self, start: int, values: NDArray[Any], kept: Sequence[NDArray[Any]]) -> None:
         """Puts rows, and what is kept of them, in place of consecutive ones. **Raises:** `ArgumentError`."""
@@ -288,7 +298,3 @@ def _filled(place: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
 
 def _padded(count: int) -> int:
     return max(_FEWEST, 1 << max(0, count - 1).bit_length())
-
-
-def _loaded(program: bytes) -> Any:
-    return jax.jit(export.deserialize(bytearray(program)).call)

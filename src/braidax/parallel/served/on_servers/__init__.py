@@ -1,0 +1,1 @@
+"""What a rank of a gang has of tables and variables, and how it answers."""

@@ -1,0 +1,102 @@
+"""Variables that a server has whole, with what the optimizer keeps of them, and the program that moves them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import numpy as np
+from jax import export
+from numpy.typing import NDArray
+
+from braidax.errors import ArgumentError
+from braidax.parallel.served.programs import KeptForm
+
+
+@dataclass(frozen=True)
+class DenseForm:
+    """The variables that one server has whole, and what moves them.
+
+    What a server has of them is a list of arrays, `carry`: the variables, what the optimizer keeps of them, and what
+    all servers have alike, such as a count of steps.
+
+    **Fields:** `names`: of the variables. `values`: which of `carry` they are. `moved`: which of them have gradients.
+    `carry`: forms, which are called by their paths in a state. `numbers`: tables by name, with how many numbers their
+    rows move by. `begin`: program `key data -> carry`. `update`: program `(*carry, *gradients, loss) -> (*carry,
+    *numbers)`.
+    """
+
+    names: tuple[str, ...]
+    values: tuple[int, ...]
+    moved: tuple[int, ...]
+    carry: tuple[KeptForm, ...]
+    numbers: tuple[tuple[str, int], ...]
+    begin: bytes
+    update: bytes
+
+    def told(self) -> tuple[dict[str, Any], dict[str, NDArray[np.uint8]]]:
+        """Returns it as a request has it: JSON values, and the programs."""
+        plain = {one: getattr(self, one) for one in ("names", "values", "moved", "numbers")}
+        plain["carry"] = [[one.name, one.shape, one.dtype] for one in self.carry]
+        programs = {name: np.frombuffer(getattr(self, name), np.uint8) for name in ("begin", "update")}
+        return plain, programs
+
+    @classmethod
+    def from_told(cls, fields: Mapping[str, Any], programs: Mapping[str, NDArray[np.uint8]]) -> "DenseForm":
+        """Undoes `told`."""
+        plain: dict[str, Any] = {name: tuple(fields[name]) for name in fields}
+        plain["carry"] = tuple(KeptForm(name, tuple(shape), dtype) for name, shape, dtype in plain["carry"])
+        plain["numbers"] = tuple((name, int(count)) for name, count in plain["numbers"])
+        return cls(**plain, begin=programs["begin"].tobytes(), update=programs["update"].tobytes())
+
+
+@final
+class DensePart:
+    """The variables that this server has whole. **Arguments:** `form`. **Fields:** `carry`: as of `DenseForm`."""
+
+    def __init__(self, form: DenseForm) -> None:
+        self.form = form
+        self._begin, self._update = loaded(form.begin), loaded(form.update)
+        self.carry: list[NDArray[Any]] = [np.zeros(one.shape, jax.numpy.dtype(one.dtype)) for one in form.carry]
+
+    def bear(self, key_data: NDArray[Any]) -> None:
+        """Makes the first values, as the user's `init` does. **Arguments:** `key_data`: of its key."""
+        self.load(self._begin(key_data))
+
+    def load(self, carry: Sequence[Any]) -> None:
+        """Puts arrays in place of those that are there. **Raises:** `ArgumentError` for others than of the form."""
+        found = [np.array(one) for one in carry]
+        got = [(one.dtype, one.shape) for one in found]
+        expected = [(one.dtype, one.shape) for one in self.carry]
+        if got != expected:
+            names = [one.name for one in self.form.carry]
+            raise ArgumentError(f"variables {names} were given as {_words(got)}, expected {_words(expected)}")
+        self.carry = found
+
+    def values(self) -> list[NDArray[Any]]:
+        """Returns the variables, in the order of their names."""
+        return [self.carry[at] for at in self.form.values]
+
+    def check(self, gradients: Sequence[NDArray[Any]]) -> None:
+        """Raises `ArgumentError` for other gradients than those of the variables that have some."""
+        expected = [self.carry[self.form.values[at]] for at in self.form.moved]
+        got, wanted = ([(one.dtype, one.shape) for one in some] for some in (gradients, expected))
+        if got != wanted:
+            names = [self.form.names[at] for at in self.form.moved]
+            raise ArgumentError(f"gradients of {names} are {_words(got)}, expected {_words(wanted)}")
+
+    def move(self, gradients: Sequence[Any], loss: Any) -> dict[str, list[NDArray[Any]]]:
+        """Takes an update. **Returns:** for each table the numbers by which its rows move in it."""
+        found = [np.asarray(one) for one in self._update(*self.carry, *gradients, loss)]
+        count = len(self.carry)
+        self.carry, numbers = found[:count], iter(found[count:])
+        return {name: [next(numbers) for _ in range(num)] for name, num in self.form.numbers}
+
+
+def loaded(program: bytes) -> Any:
+    """Returns a program that was sent as a jitted function."""
+    return jax.jit(export.deserialize(bytearray(program)).call)
+
+
+def _words(forms: Sequence[tuple[Any, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for dtype, shape in forms) or "nothing"

@@ -1,0 +1,397 @@
+"""A server: the parts of tables that one rank of a gang has, and what it answers."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
+from typing import Any, NamedTuple, final
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.errors import ArgumentError
+from braidax.parallel.served.programs import KeptForm, Programs, TableForm
+from braidax.parallel.served.wire import Message, packed, unpacked
+
+from .dense import DenseForm, DensePart
+from .shard import Shard
+from .updates import Given, Update, Updates
+
+_COPIED_BYTES = 32 << 20  # a message, between servers
+_ANEW = ("make", "bear", "load", "load dense")  # what gives a server other tables
+
+
+class _Waiting(NamedTuple):
+    """A request that is answered when so many updates were taken. **Fields:** of it; `answer`: that will be."""
+
+    step: int
+    rank: int
+    message: Message
+    answer: "Future[Any]"
+
+
+@final
+class TableServer:
+    """Answers requests about the parts of tables that this server has, one after the other.
+
+    What it has belongs to one run at a time, which names itself in each request: another one is refused. An update is
+    taken when all who train have pushed it, as one of the sum or the mean of their gradients, in their order; or each
+    by itself, where they train asynchronously. A request that has to wait is answered later, and others meanwhile.
+
+    **Arguments:** `rank`, `size`: which server of how many this is. `num_workers`: who train. `threads`: as of `Shard`.
+    """
+
+    def __init__(self, rank: int, size: int, num_workers: int = 1, threads: Executor | None = None) -> None:
+        self._rank, self._size, self._num_workers, self._threads = rank, size, num_workers, threads
+        self._run = ""  # whose tables these are
+        self._shards: dict[str, Shard] = {}
+        self._dense: DensePart | None = None
+        self._updates = Updates(f"server {rank}", num_workers, 0)
+        self._staleness: int | None = 0
+        self._averages = False  # or sums gradients, which are then of a mean already
+        self._failed = ""
+        self._gone: int | None = None  # who trains, without whom no update is complete any more
+        self._waiting: list[_Waiting] = []  # for updates
+        self._holder: int | None = None  # who lets nothing be changed just now
+        self._answers = {
+            "make": self._make,
+            "bear": self._bear,
+            "load": self._load,
+            "load dense": self._load_dense,
+            "pull": self._pull,
+            "stage": self._stage,
+            "sums": self._sums,
+            "push": self._push,
+            "read": self._read,
+            "changed": self._changed,
+            "read dense": self._read_dense,
+            "copy": self._copy,
+            "state": self._state,
+            "hold": self._hold,
+            "release": self._release,
+        }
+
+    def handle(self, rank: int, value: Any) -> Any:
+        """Answers a request, maybe later. **Raises:** `CommError` for none, `ArgumentError` for what cannot be."""
+        return self.answer(rank, unpacked(value))
+
+    def answer(self, rank: int, message: Message) -> Any:
+        """Answers a request that was read. **Raises:** `ArgumentError` for what cannot be."""
+        if message.kind not in self._answers:
+            raise ArgumentError(f"a server of tables was asked to {message.kind!r}, expected one of {[*self._answers]}")
+        run = message.fields.get("run")
+        if message.kind != "make" and run != self._run:
+            raise ArgumentError(
+                f"a request is of the run {run!r}, and server {self._rank} has the tables of {self._run!r}: expected "
+                f"one run at a time for a gang; give each its own"
+            )
+        if self._failed and message.kind not in _ANEW:
+            raise ArgumentError(
+                f"server {self._rank} has tables that are half of one update and half of another, as {self._failed}: "
+                f"restore them from a checkpoint"
+            )
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return self._answers[message.kind](rank, message)
+
+    # What is asked
+
+    def _make(self, rank: int, message: Message) -> Any:
+        """Makes room for the tables of a run, in place of what there was."""
+        self.close()
+        disk = message.fields.get("disk")
+        for number, fields in enumerate(message.fields["tables"]):
+            programs = Programs(*(message.arrays[f"{number}/{one}"].tobytes() for one in Programs._fields))
+            kept = tuple(KeptForm(name, tuple(shape), dtype) for name, shape, dtype in fields["kept"])
+            given: dict[str, Any] = {**fields, "kept": kept, "programs": programs}
+            given |= {one: tuple(fields[one]) for one in ("shape", "joins")}
+            form = TableForm(**given)
+            try:
+                self._shards[form.name] = Shard(form, self._rank, self._size, self._threads, disk)
+            except MemoryError as error:
+                raise MemoryError(
+                    f"server {self._rank} of {self._size} has no memory for its part of {form.name}, "
+                    f"{form.dtype}{list(form.shape)}: give more servers, or larger ones"
+                ) from error
+        dense = message.fields.get("dense")
+        programs = {one: message.arrays[f"dense/{one}"] for one in ("begin", "update")} if dense else {}
+        self._dense = DensePart(DenseForm.from_told(dense, programs)) if dense else None
+        self._run = str(message.fields["run"])
+        self._staleness = message.fields.get("staleness", 0)
+        self._averages = message.fields.get("gradients") == "averaged"
+        self._updates = Updates(f"server {self._rank}", self._num_workers, self._staleness)
+        self._gone, self._holder = None, None
+        self._begin(0)
+        return packed("made")
+
+    def _bear(self, rank: int, message: Message) -> Any:
+        for shard in self._shards.values():
+            shard.bear(message.arrays["key"])
+        if self._dense is not None:
+            self._dense.bear(message.arrays["key"])
+        self._begin(0)
+        return packed("borne")
+
+    def _load(self, rank: int, message: Message) -> Any:
+        """Puts rows in place of those that are there: consecutive ones here, with what is kept of them."""
+        shard, start = self._shard(message.fields["table"]), int(message.fields["start"])
+        arrays = message.arrays
+        shard.put(start, arrays["values"], [arrays[f"kept/{at}"] for at in range(len(shard.form.kept))])
+        shard.share([arrays[f"shared/{at}"] for at in range(shard.form.num_shared)])
+        self._begin(int(message.fields["step"]))
+        return packed("loaded")
+
+    def _load_dense(self, rank: int, message: Message) -> Any:
+        """Puts variables that this server has whole in place of those that are there, with what is kept of them."""
+        dense = self._having_dense()
+        dense.load([message.arrays[str(at)] for at in range(len(dense.carry))])
+        self._begin(int(message.fields["step"]))
+        return packed("loaded")
+
+    def _begin(self, step: int) -> None:
+        """Waits for the update behind so many others."""
+        self._failed = ""
+        self._updates.begin(step)
+        self._answer_waiting()
+
+    def _pull(self, rank: int, message: Message) -> Any:
+        """Reads rows, and variables that are here whole, when `at_least` so many updates were taken.
+
+        With `since`, it reads rows that may have changed behind that step, and which of the asked they are.
+        """
+        wanted = int(message.fields.get("at_least", 0))
+        if wanted > self._updates.step:
+            if self._gone is not None:
+                return packed("lost", {"worker": self._gone - self._size})
+            return self._later(wanted, rank, message)
+        found: dict[str, NDArray[Any]] = {}
+        since = int(message.fields["since"])
+        for name in message.fields["tables"]:
+            shard, ids = self._shard(name), message.arrays[name]
+            shard.check(ids, f"ids of {name}")
+            if since >= 0 and shard.rests:
+                changed = np.flatnonzero(shard.touched[ids] >= since)
+                found[f"{name}/changed"], ids = changed, ids[changed]
+            found[name] = shard.pull(ids)
+        if self._dense is not None:
+            found |= {f"dense/{at}": value for at, value in enumerate(self._dense.values())}
+        return packed("rows", {"step": self._updates.step}, found)
+
+    def _stage(self, rank: int, message: Message) -> Any:
+        """Takes the gradients of an update, for a push that has the numbers."""
+        self._update_of(rank, message).given[rank] = self._gradients(message)
+        return packed("staged")
+
+    def _sums(self, rank: int, message: Message) -> Any:
+        """Sums over the gradients that all have staged."""
+        update = self._update_of(rank, message)
+        if len(update.given) < self._num_workers:
+            raise ArgumentError(
+                f"sums of step {message.fields['step']} were asked of server {self._rank}, where {len(update.given)} "
+                f"of {self._num_workers} have staged their gradients: expected all of them first"
+            )
+        pairs = [(at, shard.sums(gradients)) for at, (shard, _, gradients) in enumerate(update.summed())]
+        return packed("sums", {}, {f"{number}/{at}": one for number, sums in pairs for at, one in enumerate(sums)})
+
+    def _push(self, rank: int, message: Message) -> Any:
+        """Takes an update of rows; one that was taken already is not taken again."""
+        if self._holder is not None and rank != self._holder:
+            return self._later(0, rank, message)
+        step, fields, arrays = int(message.fields["step"]), message.fields, message.arrays
+        if self._updates.is_taken(rank, step):
+            return packed("pushed", {"step": self._updates.step})
+        update = self._update_of(rank, message)
+        if rank not in update.told:
+            if not fields["staged"]:
+                given, dense = self._gradients(message), self._dense_gradients(message)
+                update.given[rank], update.dense[rank] = given, dense
+            elif rank not in update.given:
+                raise ArgumentError(
+                    f"gradients of step {step} were not staged on server {self._rank}: expected them first"
+                )
+            pairs = enumerate(fields["num_numbers"])
+            update.told[rank] = [[arrays[f"{number}/{at}"].copy() for at in range(count)] for number, count in pairs]
+        self._take_complete(rank, step)
+        return packed("pushed", {"step": self._updates.step})
+
+    def _take_complete(self, rank: int, step: int) -> None:
+        """Takes all updates that are complete. **Arguments:** who has pushed what just now."""
+        while (whole := self._updates.complete(rank, step)) is not None:
+            self._take(whole)
+            self._updates.took(rank, step)
+        self._answer_waiting()
+
+    def _take(self, update: Update) -> None:
+        """Moves rows by an update that is complete; when that fails midway the tables are not gone on with."""
+        step = self._updates.step
+        try:
+            given = update.mean() if self._averages else update.summed()
+            if self._dense is None:
+                numbers = next(iter(update.told.values()))
+            else:
+                *gradients, loss = update.mean_of_dense()
+                found = self._dense.move(gradients, loss)
+                numbers = [found.get(shard.form.name, []) for shard, _, _ in given]
+            for (shard, ids, gradients), told in zip(given, numbers, strict=True):
+                shard.push(ids, gradients, told, step)
+        except BaseException as error:
+            self._failed = f"update {step} failed midway: {error!r}"
+            raise
+
+    def _update_of(self, rank: int, message: Message) -> Update:
+        """Returns the update that a message is part of, which is not taken yet."""
+        return self._updates.of(rank, int(message.fields["step"]))
+
+    # What waits
+
+    def _later(self, step: int, rank: int, message: Message) -> "Future[Any]":
+        self._waiting.append(_Waiting(step, rank, message, Future()))
+        return self._waiting[-1].answer
+
+    def _answer_waiting(self) -> None:
+        """Answers what has waited for what is now; what has to wait on takes its place again."""
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if one.step > self._updates.step and self._gone is None:
+                self._waiting.append(one)
+                continue
+            try:
+                found = self.answer(one.rank, one.message)
+            except Exception as error:  # noqa: BLE001 (that of one request: who has asked raises it)
+                one.answer.set_exception(error)
+                continue
+            if isinstance(found, Future):
+                self._waiting[-1] = one
+            else:
+                one.answer.set_result(found)
+
+    def lose(self, rank: int) -> None:
+        """Goes on without one who trained; where updates take all, who waits for them is told. **Arguments:** its rank.
+
+        A second call does nothing.
+        """
+        if self._holder == rank:
+            self._holder = None
+        if self._staleness is not None and not (self._staleness and self._averages):
+            self._gone = rank
+        elif self._staleness is not None:
+            self._updates.leave_out(rank)
+            self._take_complete(rank, self._updates.step)
+        self._answer_waiting()
+
+    def _hold(self, rank: int, message: Message) -> Any:
+        """Lets nobody else push until `release`, so that several reads see the same."""
+        if self._holder not in (None, rank):
+            raise ArgumentError(f"server {self._rank} is held by rank {self._holder}: expected one at a time")
+        self._holder = rank
+        return packed("held", {"step": self._updates.step})
+
+    def _release(self, rank: int, message: Message) -> Any:
+        """Undoes `hold`."""
+        if self._holder == rank:
+            self._holder = None
+            self._answer_waiting()
+        return packed("released")
+
+    def _dense_gradients(self, message: Message) -> list[NDArray[Any]]:
+        """Returns gradients of variables that are here whole, checked, and the loss."""
+        if self._dense is None:
+            return []
+        gradients = [message.arrays[f"dense/{at}"] for at in range(len(self._dense.form.moved))]
+        self._dense.check(gradients)
+        return [*gradients, message.arrays["loss"]]
+
+    def _gradients(self, message: Message) -> Given:
+        """Returns what of an update is gradients, checked: nothing is moved yet."""
+        given: Given = []
+        for number, name in enumerate(message.fields["tables"]):
+            shard, ids = self._shard(name), message.arrays[f"{number}/ids"]
+            gradients = message.arrays[f"{number}/gradients"]
+            shard.check(ids, f"ids of {name}")
+            if gradients.shape != (len(ids), shard.form.width) or gradients.dtype != shard.values.dtype:
+                raise ArgumentError(
+                    f"gradients of {name} are {gradients.dtype}{list(gradients.shape)}, expected "
+                    f"{shard.values.dtype}{[len(ids), shard.form.width]}"
+                )
+            given.append((shard, ids, gradients))
+        return given
+
+    def _read(self, rank: int, message: Message) -> Any:
+        """Reads consecutive rows here, as they are now, and what is kept of them."""
+        shard, start, stop = (
+            self._shard(message.fields["table"]),
+            *(int(message.fields[at]) for at in ("start", "stop")),
+        )
+        part = slice(max(0, start), min(stop, shard.num_rows))
+        shard.settle(part)
+        kept = {f"kept/{at}": leaf[part] for at, leaf in enumerate(shard.kept)}
+        shared = {f"shared/{at}": number for at, number in enumerate(shard.shared)}
+        return packed("rows", {"step": self._updates.step}, {"values": shard.values[part], **kept, **shared})
+
+    def _changed(self, rank: int, message: Message) -> Any:
+        """Reads rows that may have changed since a step, as they are now, and says which of those here they are."""
+        shard, fields = self._shard(message.fields["table"]), message.fields
+        ids, looked = shard.changed(*(int(fields[one]) for one in ("since", "start", "most")))
+        told = {"step": self._updates.step, "begun": shard.begun, "looked": looked}
+        return packed("rows", told, {"ids": ids, "values": shard.pull(ids)})
+
+    def _read_dense(self, rank: int, message: Message) -> Any:
+        """Reads the variables that are here whole, and what is kept of them."""
+        carry = self._having_dense().carry
+        return packed("dense", {"step": self._updates.step}, {str(at): one for at, one in enumerate(carry)})
+
+    def _state(self, rank: int, message: Message) -> Any:
+        """Tells what a copy of this part has besides rows."""
+        pairs = ((f"{name}/{at}", one) for name, shard in self._shards.items() for at, one in enumerate(shard.shared))
+        begun = {name: shard.begun for name, shard in self._shards.items()}
+        return packed("state", {"step": self._updates.step, "begun": begun}, dict(pairs))
+
+    def _copy(self, rank: int, message: Message) -> Any:
+        """Reads consecutive rows as they lie here."""
+        shard, start = self._shard(message.fields["table"]), int(message.fields["start"])
+        rows = shard.lying(start, int(message.fields["stop"]))
+        return packed("rows", {}, {str(at): leaf for at, leaf in enumerate(rows)})
+
+    def fill(self, ask: Callable[[str, Mapping[str, Any]], Message]) -> None:
+        """Becomes a copy of the same part on another server. **Arguments:** `ask`: asks that one."""
+        state = ask("state", {})
+        for name, shard in self._shards.items():
+            step = max(1, _COPIED_BYTES // max(1, shard.row_bytes))
+            for start in range(0, shard.num_rows, step):
+                stop = min(start + step, shard.num_rows)
+                found = ask("copy", {"table": name, "start": start, "stop": stop}).arrays
+                for leaf, rows in zip(shard.lying(start, stop), found.values(), strict=True):
+                    leaf[:] = rows
+            shard.share([state.arrays[f"{name}/{at}"] for at in range(shard.form.num_shared)])
+            shard.begun = int(state.fields["begun"][name])
+        if self._dense is not None:
+            found = ask("read dense", {}).arrays
+            self._dense.load([found[str(at)] for at in range(len(found))])
+        self._begin(int(state.fields["step"]))
+
+    def close(self) -> None:
+        """Lets go of all tables."""
+        for shard in self._shards.values():
+            shard.close()
+        self._shards, self._run = {}, ""
+
+    def _having_dense(self) -> DensePart:
+        if self._dense is None:
+            raise ArgumentError(f"server {self._rank} has no variable whole: expected tables by rows to be asked for")
+        return self._dense
+
+    def _shard(self, name: Any) -> Shard:
+        if name not in self._shards:
+            raise ArgumentError(f"table {name!r} is not on the servers: expected one of {[*self._shards]}")
+        return self._shards[name]
+
+
+def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dict[str, NDArray[np.uint8]]]:
+    """Returns forms as a request to make them has them: fields, and programs by number."""
+    fields: list[dict[str, Any]] = []
+    arrays: dict[str, NDArray[np.uint8]] = {}
+    for number, form in enumerate(forms.values()):
+        kept = [[one.name, list(one.shape), one.dtype] for one in form.kept]
+        plain = {one: getattr(form, one) for one in ("name", "dtype", "num_shared")}
+        fields.append({**plain, "shape": list(form.shape), "joins": list(form.joins), "kept": kept})
+        for name, program in form.programs._asdict().items():
+            arrays[f"{number}/{name}"] = np.frombuffer(program, np.uint8)
+    return fields, arrays

@@ -1,0 +1,126 @@
+"""Updates that not all have pushed yet, and when one is taken."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.errors import ArgumentError
+
+from .shard import Shard
+
+Given = list[tuple[Shard, NDArray[Any], NDArray[Any]]]
+"""Gradients of tables: ids, all different, and `[m, D]`."""
+
+
+@dataclass
+class Update:
+    """An update of one step.
+
+    **Fields:** by who has pushed it `given`: gradients of each table, `told`: the numbers by which they move rows, and
+    `dense`: gradients of variables that a server has whole, and the loss.
+    """
+
+    given: dict[int, Given] = field(default_factory=dict[int, Given])
+    told: dict[int, list[list[NDArray[Any]]]] = field(default_factory=dict[int, list[list[NDArray[Any]]]])
+    dense: dict[int, list[NDArray[Any]]] = field(default_factory=dict[int, list[NDArray[Any]]])
+    _total: Given | None = None
+
+    def summed(self) -> Given:
+        """Returns the gradients of all who have given some, in their order, each row once."""
+        if self._total is None or len(self.given) == 1:
+            tables = zip(*(self.given[rank] for rank in sorted(self.given)), strict=True)
+            self._total = [_summed(parts) for parts in tables]
+        return self._total
+
+    def mean(self) -> Given:
+        """Returns the mean of them."""
+        count = len(self.given)
+        return [(shard, ids, _divided(gradients, count)) for shard, ids, gradients in self.summed()]
+
+    def mean_of_dense(self) -> list[NDArray[Any]]:
+        """Returns the mean of what belongs to variables that a server has whole; the loss is the last."""
+        some = [self.dense[rank] for rank in sorted(self.dense)]
+        return [_divided(functools.reduce(np.add, one), len(one)) for one in zip(*some, strict=True)]
+
+
+def _divided(total: NDArray[Any], count: int) -> NDArray[Any]:
+    return total if count == 1 else (total / count).astype(total.dtype)
+
+
+def _summed(parts: Sequence[tuple[Shard, NDArray[Any], NDArray[Any]]]) -> tuple[Shard, NDArray[Any], NDArray[Any]]:
+    """Sums the gradients that several have of one table."""
+    if len(parts) == 1:
+        return parts[0]
+    shard = parts[0][0]
+    unique = np.unique(np.concatenate([ids for _, ids, _ in parts]))
+    total = np.zeros((len(unique), shard.form.width), shard.values.dtype)
+    for _, ids, gradients in parts:
+        total[np.searchsorted(unique, ids)] += gradients
+    return shard, unique, total
+
+
+@final
+class Updates:
+    """Which updates are under way. One is complete when all who train have pushed it; where `staleness` is None, each
+    that one of them pushes is an update by itself.
+
+    **Arguments:** `server`: named by errors. `num_workers`: who train. `staleness`: how many updates one who pushes may
+    be ahead of another.
+
+    **Fields:** `step`: how many were taken.
+    """
+
+    def __init__(self, server: str, num_workers: int, staleness: int | None) -> None:
+        self._server, self._num_workers, self._staleness = server, num_workers, staleness
+        self.step = 0
+        self._coming: dict[tuple[int, int], Update] = {}  # by who pushes, if they are their own, and step
+        self._next: dict[int, int] = {}  # which step of each is next, if they are their own
+        self._absent: set[int] = set()
+
+    def begin(self, step: int) -> None:
+        """Forgets all that are under way. **Arguments:** `step`: how many were taken."""
+        self.step = step
+        self._coming.clear()
+        self._next.clear()
+
+    def _key(self, rank: int, step: int) -> tuple[int, int]:
+        return (rank if self._staleness is None else -1, step)
+
+    def is_taken(self, rank: int, step: int) -> bool:
+        """Returns whether an update was taken that somebody pushes once more."""
+        if self._staleness is None:
+            return step < self._next.get(rank, 0)
+        return self.step - 1 - self._staleness <= step < self.step
+
+    def of(self, rank: int, step: int) -> Update:
+        """Returns the update that somebody pushes, not taken yet. **Raises:** `ArgumentError` for another step."""
+        if self._staleness is not None and not self.step <= step <= self.step + self._staleness:
+            raise ArgumentError(
+                f"an update of step {step} was pushed, and the tables on {self._server} have seen {self.step} "
+                f"updates: expected a state that is as old as they are; go on with the last one"
+            )
+        return self._coming.setdefault(self._key(rank, step), Update())
+
+    def complete(self, rank: int, step: int) -> Update | None:
+        """Returns the next update that all have pushed, or None. **Arguments:** who has pushed what just now."""
+        found = self._coming.get(self._key(rank, step if self._staleness is None else self.step))
+        if found is None or (self._staleness is None and rank not in found.told):
+            return None
+        missing = self._num_workers - len(self._absent)
+        there = len(found.told.keys() - self._absent)
+        return found if self._staleness is None or (there >= missing and found.told) else None
+
+    def took(self, rank: int, step: int) -> None:
+        """Counts an update that `complete` has returned."""
+        del self._coming[self._key(rank, step if self._staleness is None else self.step)]
+        self.step += 1
+        if self._staleness is None:
+            self._next[rank] = step + 1
+
+    def leave_out(self, rank: int) -> None:
+        """Completes updates without somebody who is gone; what it has pushed counts."""
+        self._absent.add(rank)

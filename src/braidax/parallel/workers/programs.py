@@ -1,0 +1,178 @@
+"""The programs of a worker, and those by which servers move variables that they have whole."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from braidax.errors import ArgumentError
+from braidax.parallel.compiler_options import CompilerOptions
+from braidax.parallel.compute.work import Work
+from braidax.parallel.plan.footprint import owners_of
+from braidax.parallel.readings import Reading, Readings
+from braidax.parallel.served.compiled import Evaluation, ServedPrograms
+from braidax.parallel.served.feed import ServedFeed
+from braidax.parallel.served.on_servers.dense import DenseForm
+from braidax.parallel.served.programs import KeptForm, exported, key_form, numbers_to_send
+from braidax.program import Program, compile_on, named_leaves, trace
+from braidax.program.prune import prune
+
+
+@final
+class WorkerPrograms:
+    """Jitted functions of a worker, each compiled at its first call.
+
+    **Arguments:** `work`, `batch_shardings`: in training.
+
+    **Fields:** `rows`: those of tables by rows, where there are some. `gradients`: `(params, fed, variables, key, step,
+    batch) -> ((gradients, those of rows), variables, metrics)`, where there are no tables by rows without `fed` and
+    the latter. `key`: that of a state, of the one that `init` is given. `next`: `(key,
+    step) -> (key of the step, step + 1)`.
+    """
+
+    def __init__(self, work: Work, batch_shardings: Any, options: CompilerOptions) -> None:
+        self._work, held = work, work.form.shardings
+        whole = NamedSharding(work.mesh, PartitionSpec())
+        self.rows = ServedPrograms(work, work.feed, batch_shardings, options) if work.feed is not None else None  # pyright: ignore[reportArgumentType]
+        self._readings: Readings | None = None
+        if self.rows is not None:
+            self.gradients = self.rows.gradients
+        else:
+            read = (held.params, whole, held.variables, held.key, held.step)
+            self.gradients = compile_on(
+                work.mesh,
+                work.gradients,
+                in_shardings=(*read, batch_shardings),
+                out_shardings=(work.gradient_shardings, held.variables, work.metric_shardings),
+                compiler_options=options.gradients,
+            )
+            self._readings = Readings(work, read, options.apply)
+        self.key = compile_on(
+            work.mesh, lambda key: work.form.initial(key).key, in_shardings=(whole,), out_shardings=whole
+        )
+        self.next = compile_on(
+            work.mesh,
+            lambda key, step: (jax.random.fold_in(key, step), step + 1),
+            in_shardings=(whole, whole),
+            out_shardings=(whole, whole),
+        )
+
+    def evaluation(self, specs: Any) -> Evaluation | Reading:
+        """Returns what evaluates batches of a form, with tables by rows or without. **Arguments:** `specs`: of such a
+        batch."""
+        if self.rows is not None:
+            return self.rows.evaluation(specs)
+        assert self._readings is not None, "it is made where there are no tables by rows"
+        return self._readings.of(None, specs)
+
+
+class _Flat(NamedTuple):
+    """An update of all that servers have whole, as a program of flat lists.
+
+    **Fields:** `program`: `(*carry, *gradients, loss) -> (*carry, *numbers)`. `carry`: paths in a state. `owners`: the
+    variable that each of `carry` belongs to, or "". `gradients`: names of the variables that have some. `numbers`: of
+    `DenseForm`.
+    """
+
+    program: Program
+    carry: list[str]
+    owners: list[str]
+    gradients: list[str]
+    numbers: tuple[tuple[str, int], ...]
+
+
+def dense_forms(work: Work, loss: jax.ShapeDtypeStruct, num_servers: int) -> list[DenseForm]:
+    """Returns what each server has whole: variables are dealt out, the largest first, to who has least.
+
+    **Arguments:** `loss`: spec of it.
+
+    **Raises:** `ArgumentError` where the optimizer moves one variable by what belongs to another that lies elsewhere.
+    """
+    flat = _flat(work, loss)
+    leaves = jax.tree.leaves(_carry_of(work.form.specs))
+    sizes = dict.fromkeys((name for name, _ in named_leaves(work.form.specs.params)), 0)
+    for owner, leaf in zip(flat.owners, leaves, strict=True):
+        if owner in sizes:
+            sizes[owner] += leaf.size * leaf.dtype.itemsize
+    owned: list[list[str]] = [[] for _ in range(num_servers)]
+    held = [0] * num_servers
+    for name in sorted(sizes, key=lambda one: (-sizes[one], one)):
+        least = min(range(num_servers), key=held.__getitem__)
+        owned[least].append(name)
+        held[least] += sizes[name]
+    return [_form(work, flat, leaves, set(names), server) for server, names in enumerate(owned)]
+
+
+def _carry_of(state: Any) -> Any:
+    return {"opt_state": state.opt_state, "params": state.params, "step": state.step}
+
+
+def _flat(work: Work, loss: jax.ShapeDtypeStruct) -> _Flat:
+    specs, feed = work.form.specs, work.feed
+    gradients = work.form.moved(work.form.dense(specs.params))
+    counts: dict[str, int] = {}
+
+    def update(carry: Any, gradients: Any, loss: Any) -> Any:
+        given = gradients if feed is None else (gradients, {})
+        step, params, opt_state = work.apply(carry["step"], carry["params"], carry["opt_state"], given, loss)
+        numbers: list[Any] = []
+        if isinstance(feed, ServedFeed):
+            for name, kept in opt_state["rows"].items():
+                numbers += (told := numbers_to_send(kept) if kept else [])
+                counts[name] = len(told)
+        return {"opt_state": opt_state, "params": params, "step": step}, numbers
+
+    program = trace(update, _carry_of(specs), gradients, loss)
+    paths = [path for path, _ in named_leaves(_carry_of(specs))]
+    names = {name for name, _ in named_leaves(specs.params)}
+    of_state = [path.removeprefix("opt_state/") for path in paths]
+    pairs = zip(paths, owners_of(of_state, names), strict=True)
+    owners = [owner if path.startswith(("opt_state/", "params/")) else "" for path, owner in pairs]
+    owners = ["" if path.startswith("opt_state/rows/") else one for path, one in zip(paths, owners, strict=True)]
+    return _Flat(program, paths, owners, [name for name, _ in named_leaves(gradients)], tuple(counts.items()))
+
+
+def _form(work: Work, flat: _Flat, leaves: Sequence[Any], names: set[str], server: int) -> DenseForm:
+    """Returns what a server has whole. **Arguments:** `leaves`: specs of `flat.carry`. `names`: of its variables."""
+    own = [at for at, owner in enumerate(flat.owners) if owner in names or not owner]
+    moved = [at for at, name in enumerate(flat.gradients) if name in names]
+    count, num_numbers = len(flat.carry), sum(num for _, num in flat.numbers)
+    inputs = {*own, *(count + at for at in moved), count + len(flat.gradients)}
+    wanted = [at in inputs for at in range(count)] + [True] * num_numbers
+    jaxpr = flat.program.closed.jaxpr
+    closed, kept = prune(flat.program.closed, wanted, [at not in inputs for at in range(len(jaxpr.invars))])
+    if others := [at for at, one in enumerate(kept) if one and at not in inputs]:
+        told = [flat.carry[at] if at < count else f"the gradient of {flat.gradients[at - count]}" for at in others]
+        raise ArgumentError(
+            f"optimizer moves {sorted(names) or 'tables'} on server {server} by {', '.join(told[:4])}, which lies on "
+            f"another: expected one that moves each variable by what belongs to it, such as optax.adam; or one server, "
+            f"LocalGang(1)"
+        )
+    specs = [jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype) for one in closed.jaxpr.invars]
+    program = Program(
+        closed, tuple(specs), [jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype) for one in closed.jaxpr.outvars]
+    )
+    carry = [flat.carry[at] for at in own]
+    values = [at for at, path in enumerate(carry) if path.startswith("params/") or path == "params"]
+    of_values = [flat.owners[own[at]] for at in values]
+    return DenseForm(
+        names=tuple(of_values),
+        values=tuple(values),
+        moved=tuple(of_values.index(flat.gradients[at]) for at in moved),
+        carry=tuple(KeptForm(flat.carry[at], tuple(leaves[at].shape), str(leaves[at].dtype)) for at in own),
+        numbers=flat.numbers,
+        begin=exported(*_begun(work, own)),
+        update=exported(lambda *given: program(*given), *specs),
+    )
+
+
+def _begun(work: Work, own: Sequence[int]) -> tuple[Any, Any]:
+    """Returns what makes the first `carry` of the numbers of a key, and the form of these."""
+    data, impl = key_form(work.form.initial.in_specs[0])
+
+    def begin(data: jax.Array) -> list[Any]:
+        leaves = jax.tree.leaves(_carry_of(work.form.initial(jax.random.wrap_key_data(data, impl=impl))))
+        return [leaves[at] for at in own]
+
+    return begin, data

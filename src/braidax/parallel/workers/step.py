@@ -1,0 +1,281 @@
+"""`WorkerStep`: a step of one of several workers, whose variables are all on servers."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.cores import usable_cores
+from braidax.errors import ArgumentError
+from braidax.parallel.compiler_options import CompilerOptions
+from braidax.parallel.compute.in_flight import InFlight
+from braidax.parallel.compute.work import Work
+from braidax.parallel.given.arrays import canonical, place, typed_key, with_shardings
+from braidax.parallel.plan.parameter_servers import ParameterServers
+from braidax.parallel.served.batch_rows import BatchRows
+from braidax.parallel.served.compiled import Evaluation
+from braidax.parallel.served.feed import ServedFeed
+from braidax.parallel.served.joining import join_alone, num_servers_of
+from braidax.parallel.served.pulling import Pulling, fed_with
+from braidax.parallel.served.saved import ServedTables
+from braidax.parallel.served.servers import Rows, Servers
+from braidax.parallel.served.summing import Summing
+from braidax.parallel.state import State
+from braidax.program import Program, difference, named_leaves, specs_of
+
+from .programs import WorkerPrograms, dense_forms
+from .saved import ServedVariables
+
+
+@final
+class WorkerStep:
+    """A training step of one worker of several, which servers have the variables of; `parallelize` makes it, to be
+    closed.
+
+    An update pulls what its batch reads, computes gradients, and pushes them behind that, while the caller goes on. How
+    far workers may be apart is the strategy's `staleness`. A state has the number of updates that this worker has
+    taken, and its key; whatever is trained servers have.
+
+    **Arguments:** `work`, without a feed where no variable is read by rows. `born`: traced `key -> Born`. `batch`:
+    specs, of a worker's own samples. `loss`: spec. `servers`: a gang, or a meeting of a worker.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        born: Program,
+        batch: Any,
+        strategy: ParameterServers,
+        servers: Any,
+        *,
+        loss: jax.ShapeDtypeStruct,
+        batch_shardings: Any,
+        compiler_options: CompilerOptions,
+    ) -> None:
+        feed = work.feed if isinstance(work.feed, ServedFeed) else None
+        if feed is not None and feed.wants_sums:
+            raise ArgumentError(
+                "optimizer sums over the gradients of all variables, as optax.clip_by_global_norm does, and with "
+                'ParameterServers no process has all: expected one without, or Hybrid(tables="servers")'
+            )
+        if jax.tree.leaves(work.form.specs.variables):
+            raise ArgumentError(
+                "loss_fn asks for variables, which ParameterServers does not take: each worker would have others; "
+                'expected a loss without, or DataParallel() and Hybrid(tables="servers"), which average them'
+            )
+        self.mesh, self.plan, self.batch_shardings = work.mesh, work.plan, batch_shardings
+        self._form, self._feed, self._batch_specs, self._strategy = work.form, feed, batch, strategy
+        self._programs = WorkerPrograms(work, batch_shardings, compiler_options)
+        self._in_flight = InFlight(self.mesh)
+        self._pushed: deque[Future[None]] = deque()
+        self._lags: Counter[int] = Counter()
+        self._num_updates = -1  # before there is a state
+        self._forms = {} if feed is None else feed.forms(born)
+        dense = dense_forms(work, loss, num_servers_of(servers))  # before others wait for this one
+        joined = join_alone(servers)
+        self.worker, self.num_workers = joined.worker, joined.meeting.num_workers
+        self._servers = Servers(joined, self._forms, staleness=strategy.staleness, copies=strategy.copies, dense=dense)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-workers")
+        self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
+        self._summing = Summing(self._threads)
+        self._pulling = None if feed is None else Pulling(self._servers, feed, self._thread)
+        tables = ServedTables(self._servers, self._forms, self._settled, self._adopt)
+        self._saved = ServedVariables(self._servers, tables, self._settled, self.worker)
+
+    # A state
+
+    def init(self, key: jax.Array) -> State:
+        """Makes the first state, and the variables on the servers; all workers call it with the same key.
+
+        **Raises:** as `Step.init`.
+        """
+        key = typed_key(key)
+        if difference(self._form.specs.key, key, "key"):
+            raise ArgumentError(f"key is {key!r}, expected one {self._form.specs.key.dtype}: jax.random.key(seed)")
+        self._wait()
+        self._lags.clear()
+        self._servers.bear(key)
+        self._servers.meet()
+        self._adopt(0)
+        on = self._form.shardings
+        return self._state(place(np.int32(0), on.step), self._programs.key(place(key, on.key)))
+
+    def _state(self, step: Any, key: Any) -> State:
+        return State(step, (), (), self._form.specs.variables, key)
+
+    @property
+    def state_specs(self) -> State:
+        """Of every leaf of a state shape, dtype and sharding; all that is trained servers have."""
+        return with_shardings(*(self._state(one.step, one.key) for one in (self._form.specs, self._form.shardings)))
+
+    def meet(self, state: State) -> State:
+        """Returns when all workers have called it, with a state that goes on from what servers have then, with the key
+        of the first worker.
+
+        They call it behind the first one's `saver.restore((state, step.variables))`.
+        """
+        self._wait()
+        self._servers.meet()
+        data = self._servers.of_first(np.asarray(jax.random.key_data(state.key)))
+        self._adopt(self._servers.num_updates())
+        self._servers.meet()
+        key, on = jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(state.key)), self._form.shardings
+        return self._state(place(np.int32(self._num_updates), on.step), place(key, on.key))
+
+    def _adopt(self, num_updates: int) -> None:
+        self._num_updates = num_updates
+
+    def _settled(self) -> int:
+        """Returns how many updates servers have seen, when they have seen all that this worker has pushed."""
+        self._wait()
+        return self._servers.pull({}, at_least=0 if self._strategy.staleness is None else self._num_updates).step
+
+    def _check_state(self, state: Any) -> None:
+        if not isinstance(state, State) or self._num_updates < 0 or difference(self._form.specs.key, state.key, "key"):
+            raise ArgumentError(f"state is {type(state).__name__}: expected one that came from this step's init")
+
+    # Updates
+
+    def update(
+        self, state: State, batch: Any, *, before_apply: Callable[[], object] | None = None
+    ) -> tuple[State, dict[str, Any]]:
+        """Takes one training step of this worker.
+
+        **Arguments:** `state`: of this step. `batch`: of this worker's samples. `before_apply`: as of `Step.update`.
+
+        **Returns:** the new state, and the metrics of this worker's batch, as of `Step.update`.
+
+        **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for, or servers refuse.
+        `DataError` for ids out of range, with `out_of_range="raise"`. `PeerLost` when a server is gone, or, where an
+        update takes all, another worker.
+        """
+        self._check_state(state)
+        if message := difference(self._batch_specs, canonical(batch), "batch"):
+            raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
+        batch, number = place(batch, self.batch_shardings), self._num_updates
+        drawn, step = self._programs.next(state.key, state.step)
+        key = (state.key, state.step) if self.num_workers == 1 else (drawn, np.int32(self.worker))
+        bound = self._strategy.staleness
+        self._wait(behind=1 if bound is None else bound)  # asynchronously a push travels beside the next batch
+        made = None if self._programs.rows is None else self._programs.rows
+        ids = None if made is None else made.ids(state.variables, *key, batch)
+        rows, pulled = self._pull(ids)
+        if bound is not None:
+            self._lags[max(0, number - pulled.step)] += 1
+        params = self._placed(pulled.whole)
+        fed = () if made is None else fed_with(made.reading, rows, pulled)
+        self._in_flight.make_room()
+        given, variables, metrics = self._programs.gradients(params, fed, state.variables, *key, batch)
+        self._in_flight.add(metrics["loss"])
+        if before_apply is not None:
+            before_apply()
+        dense, payload = (given, {}) if made is None else given
+        self._pushed.append(self._thread.submit(self._push, rows, payload, dense, metrics["loss"], number, pulled))
+        self._num_updates += 1
+        return replace(state, step=step, variables=variables), metrics
+
+    def evaluate(self, state: State, batch: Any) -> dict[str, Any]:
+        """Computes the metrics of a batch with `train=False`. **Arguments, Returns:** as of `Step.evaluate`."""
+        self._check_state(state)
+        made = self._programs.evaluation(specs_of(batch))
+        batch = place(batch, made.batch_shardings)
+        ids = made.ids(state.variables, state.key, state.step, batch) if isinstance(made, Evaluation) else None
+        self._wait()
+        rows, pulled = self._pull(ids)
+        params = self._placed(pulled.whole)
+        fed = fed_with(made.reading, rows, pulled) if isinstance(made, Evaluation) else ()
+        run = made.run if isinstance(made, Evaluation) else made.compiled
+        self._in_flight.make_room()
+        metrics = run(params, fed, state.variables, state.key, state.step, batch)
+        self._in_flight.add(metrics["loss"])
+        return metrics
+
+    def _pull(self, ids: Any) -> tuple[Mapping[str, BatchRows], Rows]:
+        """Returns what a batch reads, with as many updates as it may not lack."""
+        bound = self._strategy.staleness
+        at_least = 0 if bound is None else self._num_updates - bound
+        if self._pulling is None or ids is None:
+            return {}, self._servers.pull({}, at_least=at_least)
+        return self._pulling.pull(ids, at_least=at_least)
+
+    def _placed(self, whole: Mapping[str, NDArray[Any]]) -> Any:
+        """Brings what servers have whole to the devices, as the loss has it."""
+        specs = self._form.specs.params
+        leaves = [whole[name] for name, _ in named_leaves(specs)]
+        return place(jax.tree.unflatten(jax.tree.structure(specs), leaves), self._form.shardings.params)
+
+    def _push(
+        self,
+        rows: Mapping[str, BatchRows],
+        payload: Mapping[str, jax.Array],
+        dense: Any,
+        loss: jax.Array,
+        number: int,
+        pulled: Rows,
+    ) -> None:
+        """Brings gradients to the servers, when they are there."""
+        on_host = self._feed is not None and self._programs.rows is not None
+        hosts = self._programs.rows.reading.sums_on_host if on_host and self._programs.rows else lambda _: False
+        gradients = self._summing.summed(rows, payload, hosts)
+        whole = {name: np.asarray(leaf) for name, leaf in named_leaves(dense)}
+        seen = self._servers.push(rows, gradients, dict.fromkeys(rows, ()), number, {**whole, "": np.asarray(loss)})
+        if self._strategy.staleness is None:
+            self._lags[max(0, seen - 1 - pulled.step)] += 1
+
+    def _wait(self, *, behind: int = 0) -> None:
+        """Returns when servers have what this worker has pushed, but for the last updates. **Raises:** what failed."""
+        while len(self._pushed) > behind:
+            self._pushed[0].result()
+            self._pushed.popleft()
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How many updates of this worker have been of variables that lacked so many, by that number; asynchronously
+        those of all workers that came between."""
+        return dict(sorted(self._lags.items()))
+
+    def finish(self) -> None:
+        """Waits until servers have all that this worker has pushed. **Raises:** what became of that."""
+        self._wait()
+
+    def close(self) -> None:
+        """Ends this worker's part; others go on, unless an update takes all. Servers end with the last one, and what
+        they have is gone. A second call does nothing."""
+        self._thread.shutdown(cancel_futures=True)
+        self._threads.shutdown()
+        self._servers.close()
+
+    def __enter__(self) -> "WorkerStep":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Variables, besides training
+
+    @property
+    def variables(self) -> ServedVariables:
+        """Stands for all that servers have in a checkpoint, which the first worker saves:
+        `saver.update((state, step.variables))`, and so in `restore`."""
+        return self._saved
+
+    def params(self) -> Any:
+        """Returns all variables on the host, as a PyTree like `init`'s, with as many updates as the next one reads."""
+        self._wait()
+        whole = self._pull(None)[1].whole
+        found = {name: self._table(name) for name in self._forms} | whole
+        structure = jax.tree.structure(self._form.born.params)
+        return structure.unflatten([np.array(found[name]) for name, _ in named_leaves(self._form.born.params)])
+
+    def _table(self, name: str) -> NDArray[Any]:
+        shape = self._forms[name].shape
+        return self._servers.read(name, 0, shape[0]).values.reshape(shape)

@@ -1,0 +1,65 @@
+"""Servers that are lost while workers train: with copies nothing is lost with them."""
+
+import os
+import random
+import signal
+import threading
+from typing import Any
+
+import jax
+import pytest
+
+import braidax.parallel as bx
+from braidax.comm import Communicator
+from braidax.errors import PeerLost
+from braidax.gang import LocalGang
+from tests.parallel.workers.teams import BATCH, assert_close, batches, make_step, own_part, team
+
+NUM_STEPS = 12
+
+
+def own_pid(comm: Communicator) -> int:
+    """Returns the process of the rank."""
+    return os.getpid()
+
+
+def trained(gang: LocalGang, copies: int, optimizer: str = "adam", kill: Any = lambda number: None) -> list[Any]:
+    def work(number: int, seat: Any) -> Any:
+        with make_step(seat, bx.ParameterServers(copies=copies), size=BATCH // 2, optimizer=optimizer) as step:
+            state = step.init(jax.random.key(0))
+            for at, batch in enumerate(batches(NUM_STEPS)):
+                if number == 0:
+                    kill(at)
+                state, _ = step.update(state, own_part(batch, number, 2))
+            return step.params()
+
+    return team(gang, 2, work)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+def test_a_lost_server_changes_no_bit(seed: int) -> None:
+    """One of three, at a step and a moment that the seed draws."""
+    drawn, optimizer = random.Random(seed), ("adam", "scheduled")[seed % 2]
+    with LocalGang(3) as gang:
+        wanted = trained(gang, 1, optimizer)
+    with LocalGang(3) as gang:
+        pids, timers = gang.run(own_pid), list[threading.Timer]()
+        first, when = drawn.randrange(3), drawn.randrange(NUM_STEPS)
+
+        def kill(at: int) -> None:
+            if at == when:
+                timers.append(threading.Timer(drawn.uniform(0, 0.01), os.kill, (pids[first], signal.SIGKILL)))
+                timers[-1].start()
+
+        found = trained(gang, 2, optimizer, kill)
+        for timer in timers:
+            timer.join()
+    for params in found:
+        assert_close(params, wanted[0], exactly=True)
+
+
+def test_without_a_copy_all_are_told() -> None:
+    with LocalGang(2) as gang:
+        pids = gang.run(own_pid)
+        with pytest.raises(PeerLost, match=r"server \d of 2 is lost, and its only copy of what it had of the tables"):
+            trained(gang, 1, kill=lambda at: os.kill(pids[1], signal.SIGKILL) if at == 5 else None)
