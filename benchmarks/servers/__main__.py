@@ -1,22 +1,25 @@
 """Tables on servers: what a server computes beside FBGEMM, and steps beside tables on devices and whole gradients.
 
 All processes share the cores of one machine. "links" gives each that trains a host of its own, a network namespace, and
-its link a bandwidth; it needs Linux, root and iproute2.
+its link a bandwidth; it needs Linux, root and iproute2. "disk" holds a process to a limit of memory by a control group,
+and keeps its files in the current folder.
 """
+
+from pathlib import Path
 
 from benchmarks.harness import Report, arguments, models, run, say
 from benchmarks.servers.applying import apply_case
+from benchmarks.servers.delta import delta_case
+from benchmarks.servers.disk import BY_FREQUENCY, disk_case
 from benchmarks.servers.linked import linked_cases
 from benchmarks.servers.paces import paces_case
 from benchmarks.servers.recovering import recover_case
 from benchmarks.servers.steps import step_case
 
-CASES = ("apply", "step", "links", "paces", "recover")
+CASES = ("apply", "step", "links", "paces", "recover", "disk", "delta")
 _BUILT = "not built yet"
 _LATER = {
     "resize": ("<= 1.1", _BUILT),
-    "disk": (">= 0.5", _BUILT),
-    "delta": ("<= 1.1", _BUILT),
 }
 """Claims of later versions, their targets, and why they are not made."""
 
@@ -47,6 +50,16 @@ def main() -> int:
         say("recover")
         rows = 50_000 if quick else 4_000_000
         recover_case(report, num_rows=rows, width=32, rounds=1 if quick else 5)
+    if "disk" in wanted:
+        say("disk")
+        if quick:
+            disk_case(report, Path.cwd(), limit_bytes=256 << 20, size=4_096, rounds=2, orders=(BY_FREQUENCY,))
+        else:
+            disk_case(report, Path.cwd(), limit_bytes=1 << 30, size=32_768, rounds=12)
+    if "delta" in wanted:
+        say("delta")
+        sizes = (10_000, 2_048) if quick else (1_000_000, 32_768)
+        delta_case(report, num_rows=sizes[0], size=sizes[1], widths=(32, 64))
     for claim, (target, why) in _LATER.items():
         report.not_measured(claim, target, why)
     return report.finish()

@@ -15,7 +15,7 @@ from braidax.parallel.given.initial import Born
 from braidax.parallel.rows import row_adagrad
 from braidax.parallel.served.batch_rows import BatchRows
 from braidax.parallel.served.on_servers.shard import Shard
-from braidax.parallel.served.programs import rules_of_own, table_form
+from braidax.parallel.served.programs import TableForm, rules_of_own, table_form
 from braidax.parallel.served.row_memory import aligned
 from braidax.program import trace
 
@@ -48,14 +48,18 @@ def _add(report: Report, case: str, size: int, figures: dict[str, list[float]]) 
         report.add(case, system, "time", "ms", [1e3 * one for one in seconds[1:]], at=f"{size:,} ids")
 
 
+def table_of(num_rows: int) -> TableForm:
+    """Returns a table whose rows row-wise Adagrad moves."""
+    spec = jax.ShapeDtypeStruct((num_rows, WIDTH), np.float32)
+    born = trace(lambda key: Born({"table": jax.numpy.full(spec.shape, 0.5)}, {}, key), jax.random.key(0))
+    return table_form("table", spec, born, rules_of_own(row_adagrad(RATE, initial=0.0, eps=EPS)))
+
+
 class _Ours:
     """The same with a shard of one server: what who pushes, and the server do, one after the other."""
 
     def __init__(self, ids: np.ndarray, num_rows: int, threads: Executor) -> None:
-        spec = jax.ShapeDtypeStruct((num_rows, WIDTH), np.float32)
-        born = trace(lambda key: Born({"table": jax.numpy.full(spec.shape, 0.5)}, {}, key), jax.random.key(0))
-        form = table_form("table", spec, born, rules_of_own(row_adagrad(RATE, initial=0.0, eps=EPS)))
-        self._shard, self._threads = Shard(form, 0, 1, threads), threads
+        self._shard, self._threads = Shard(table_of(num_rows), 0, 1, threads), threads
         self._shard.bear(np.asarray(jax.random.key_data(jax.random.key(0))))
         self._ids, self._step = ids.astype(np.int32), 0
         self._room = aligned((ids.shape[1], WIDTH), np.float32)

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,7 +41,19 @@ def numbers(case: str) -> list[float]:
             state, told = step.update(state, batch)
             found += [float(told[name]) for name in ("loss", *metrics)]
         found.append(float(step.evaluate(state, make_batch(5))["loss"]))
+        check_published(step)
         return found + [float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(step.to_dense(state).params)]
+
+
+def check_published(step: Any) -> None:
+    """All processes publish, and the first one writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        step.publish(folder)
+        tables = {name: step.table(name) for name in ("table", "other")}
+        if jax.process_index() == 0:
+            np.testing.assert_equal(bx.read_published(folder), tables)
+        else:
+            assert not [*Path(folder).iterdir()]
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ from .wrapped import WrappedCall as WrappedCall
 
 if TYPE_CHECKING:
     from .pipelined_step import PipelinedStep as PipelinedStep
+    from .served.files.published import Published as Published
+    from .served.files.published import read_published as read_published
     from .served.meetings.joining import open_meeting as open_meeting
     from .served.meetings.meeting import Meeting as Meeting
     from .served.step import ServedStep as ServedStep
@@ -53,9 +55,11 @@ _LATE = {
     "Pipeline": "braidax.parallel.stages.pipeline",
     "PipelinedStep": "braidax.parallel.pipelined_step",
     "Meeting": "braidax.parallel.served.meetings.meeting",
+    "Published": "braidax.parallel.served.files.published",
     "ServedStep": "braidax.parallel.served.step",
     "WorkerStep": "braidax.parallel.workers.step",
     "open_meeting": "braidax.parallel.served.meetings.joining",
+    "read_published": "braidax.parallel.served.files.published",
 }
 
 

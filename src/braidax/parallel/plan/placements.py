@@ -76,13 +76,19 @@ class Served:
     al. 2013): pulling and pushing then take place beside so many of them. 0: training is that of one device. `copies`:
     how many servers have each row, all of which are told of each update: one less may be lost, and training goes on.
     `spares`: how many servers have nothing until one is lost, whose place they take: they copy what it had from others.
+    `disk`: a folder on the host of each server, in whose file system it keeps its rows, and what the optimizer keeps of
+    them, in files without a name that are gone with it; memory then has those that are used most. None: all are in
+    memory. No number depends on it.
     """
 
     staleness: int = 0
     copies: int = 1
     spares: int = 0
+    disk: str | None = None
 
     def __post_init__(self) -> None:
+        if self.disk is not None and not (isinstance(self.disk, str) and self.disk):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(f"disk={self.disk!r}: expected the path of a folder, a text, or None for memory")
         if self.copies < 1:
             raise ArgumentError(f"copies={self.copies}: expected a number of servers, 1 or more")
         if self.spares < 0 or (self.spares and self.copies == 1):
@@ -104,8 +110,9 @@ class Served:
         return replace(layout, fed="of servers")
 
     def __str__(self) -> str:
-        """`served`, and how late."""
-        return f"served, {self.staleness} late" if self.staleness else "served"
+        """`served`, how late, and whether on disk."""
+        late = f", {self.staleness} late" if self.staleness else ""
+        return f"served{late}{'' if self.disk is None else ', on disk'}"
 
 
 @dataclass(frozen=True, repr=False)

@@ -20,7 +20,7 @@ from .meetings.joining import Joined
 from .on_servers.dense import DenseForm
 from .on_servers.server import described
 from .programs import JOINS, TableForm
-from .wire import packed
+from .wire import Message, packed
 
 _log = logging.getLogger("braidax")
 _BLOCK_BYTES = 16 << 20  # of a table that is read or written whole, a message
@@ -56,8 +56,8 @@ class Servers:
 
     **Arguments:** `joined`: their world. `forms`: of the tables, by name. `staleness`: how many updates one who trains
     may be ahead of another; None: each push is an update by itself. `copies`: how many servers have each part of a
-    table. `spares`: how many servers have none until one is lost. `dense`: by server what it has whole, where those who
-    train have nothing; gradients are then averaged.
+    table. `spares`: how many servers have none until one is lost. `disk`: the folder in which servers keep tables; None
+    is memory. `dense`: by server what it has whole, where those who train have nothing; gradients are then averaged.
 
     **Raises:** `ArgumentError`; what servers raise that have no room.
     """
@@ -70,6 +70,7 @@ class Servers:
         staleness: int | None = 0,
         copies: int = 1,
         spares: int = 0,
+        disk: str | None = None,
         dense: Sequence[DenseForm] = (),
     ) -> None:
         self._forms, self._dense, self._joined = forms, dense, joined
@@ -85,7 +86,7 @@ class Servers:
                     f"{f' and {spares} spare ones' if spares else ''}: expected as many at least"
                 )
             self._workers = self._world.split(1) if self._num_workers > 1 else None
-            self._made = functools.partial(self._making, *described(forms), {"staleness": staleness})
+            self._made = functools.partial(self._making, *described(forms), {"staleness": staleness, "disk": disk})
             self._first_asks(self._made)
         except BaseException:
             self.close(others="leave")
@@ -145,6 +146,10 @@ class Servers:
             rank,
             host,
         )
+
+    def ask(self, kind: str, fields: Callable[[int], Mapping[str, Any]]) -> list[Message]:
+        """Asks the servers of all parts at once. **Arguments:** `fields`: of the question for a part."""
+        return self._asking.ask_all(lambda part: self._asking.packed(kind, part, fields(part)))
 
     def _first_asks(self, question: Callable[[int], list[Any]]) -> None:
         """Lets the first process ask all servers, while all others wait."""

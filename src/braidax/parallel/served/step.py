@@ -1,5 +1,6 @@
 """`ServedStep`: a step some of whose tables are on servers."""
 
+import os
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from braidax.program import Program, difference, named_leaves, specs_of
 from .batch_rows import BatchRows
 from .compiled import ServedPrograms
 from .feed import ServedFeed
+from .files.publishing import Publisher
 from .meetings.joining import join_with_processes
 from .pulling import Pulling, fed_with
 from .saved import ServedTables
@@ -72,13 +74,19 @@ class ServedStep:
         placement = feed.placement
         joined = join_with_processes(gang, copies=placement.copies)
         self._servers = Servers(
-            joined, self._forms, staleness=placement.staleness, copies=placement.copies, spares=placement.spares
+            joined,
+            self._forms,
+            staleness=placement.staleness,
+            copies=placement.copies,
+            spares=placement.spares,
+            disk=placement.disk,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
         self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
         self._summing = Summing(self._threads)
         self._pulling = Pulling(self._servers, feed, self._thread)
         self._tables = ServedTables(self._servers, self._forms, self._settled, self._restored)
+        self._publisher = Publisher(self._servers, self._forms)
 
     # A state
 
@@ -226,6 +234,7 @@ class ServedStep:
         """
         self._thread.shutdown(cancel_futures=True)
         self._threads.shutdown()
+        self._publisher.close()
         self._servers.close(others=others)
 
     def __enter__(self) -> "ServedStep":
@@ -255,6 +264,26 @@ class ServedStep:
         self._wait()
         shape = self._feed.tables[name].shape
         return self._servers.read(name, 0, shape[0]).values.reshape(shape)
+
+    def publish(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the tables, as of the last update, for others who read them: `read_published`, `Published`.
+
+        The first file has all rows; each later one has those that were moved since the one before, a delta. All rows
+        are written again where what has changed is not known: when another step goes on with the folder, behind `init`,
+        `from_dense` and a restored checkpoint, and of tables whose rows move without a gradient (Adam, momentum, weight
+        decay). A file is there once it is whole and durable. All processes call this, and process 0 writes.
+
+        **Arguments:** `folder`: a new one, an empty one, or one that was published into; this step keeps it locked.
+
+        **Raises:** `ArgumentError` where it cannot be written to, has files of others, or other tables. `FormatError`
+        where its newest file is damaged. `PeerLost` when a server is gone.
+        """
+        step = self._settled()
+        try:
+            if jax.process_index() == 0:
+                self._publisher.publish(folder, step)
+        finally:
+            self._servers.meet()
 
     def to_dense(self, state: State) -> State:
         """Returns a state as single-device training has it, with all tables, on the host; all processes call it.

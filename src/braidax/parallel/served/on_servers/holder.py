@@ -1,5 +1,6 @@
 """What one rank of a gang has of the tables of a run, and how long it serves."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -52,6 +53,8 @@ class Holder:
         """Makes room for a part of `parts`."""
         part, parts = int(fields["part"]), int(fields["parts"])
         if 0 <= part < parts:
+            if part in self._parts:
+                self._parts[part].close()
             self._parts[part] = TableServer(part, parts, self._num_workers, self._threads)
 
     def _fill(self, part: TableServer, fields: Mapping[str, Any]) -> Any:
@@ -69,6 +72,12 @@ class Holder:
         """Goes on without one who trained, as `TableServer.lose` says. **Arguments:** `rank`: in the world."""
         with self._lock:
             self._lose(rank)
+
+    def close(self) -> None:
+        """Lets go of all tables."""
+        with self._lock:
+            for part in self._parts.values():
+                part.close()
 
     def _lose(self, rank: int) -> None:
         for part in self._parts.values():
@@ -91,7 +100,7 @@ def serve_as(rank: int, meeting: Meeting) -> None:
         holder = Holder(rank, num_workers, world.ask, threads)
         if num_workers > 1:
             world.split(0)
-        with world.serve(holder.handle) as serving:
+        with contextlib.closing(holder), world.serve(holder.handle) as serving:
             for other in range(num_servers):  # servers are not waited for, though one may ask to fill its part
                 if other != rank:
                     world.end_asking(other)

@@ -62,6 +62,7 @@ class TableServer:
             "sums": self._sums,
             "push": self._push,
             "read": self._read,
+            "changed": self._changed,
             "read dense": self._read_dense,
             "copy": self._copy,
             "state": self._state,
@@ -95,7 +96,8 @@ class TableServer:
 
     def _make(self, rank: int, message: Message) -> Any:
         """Makes room for the tables of a run, in place of what there was."""
-        shards: dict[str, Shard] = {}
+        self.close()
+        disk = message.fields.get("disk")
         for number, fields in enumerate(message.fields["tables"]):
             programs = Programs(*(message.arrays[f"{number}/{one}"].tobytes() for one in Programs._fields))
             kept = tuple(KeptForm(name, tuple(shape), dtype) for name, shape, dtype in fields["kept"])
@@ -103,7 +105,7 @@ class TableServer:
             given |= {one: tuple(fields[one]) for one in ("shape", "joins")}
             form = TableForm(**given)
             try:
-                shards[form.name] = Shard(form, self._rank, self._size, self._threads)
+                self._shards[form.name] = Shard(form, self._rank, self._size, self._threads, disk)
             except MemoryError as error:
                 raise MemoryError(
                     f"server {self._rank} of {self._size} has no memory for its part of {form.name}, "
@@ -112,7 +114,7 @@ class TableServer:
         dense = message.fields.get("dense")
         programs = {one: message.arrays[f"dense/{one}"] for one in ("begin", "update")} if dense else {}
         self._dense = DensePart(DenseForm.from_told(dense, programs)) if dense else None
-        self._shards, self._run = shards, str(message.fields["run"])
+        self._run = str(message.fields["run"])
         self._staleness = message.fields.get("staleness", 0)
         self._averages = message.fields.get("gradients") == "averaged"
         self._updates = Updates(f"server {self._rank}", self._num_workers, self._staleness)
@@ -324,6 +326,13 @@ class TableServer:
         shared = {f"shared/{at}": number for at, number in enumerate(shard.shared)}
         return packed("rows", {"step": self._updates.step}, {"values": shard.values[part], **kept, **shared})
 
+    def _changed(self, rank: int, message: Message) -> Any:
+        """Reads rows that may have changed since a step, as they are now, and says which of those here they are."""
+        shard, fields = self._shard(message.fields["table"]), message.fields
+        ids, looked = shard.changed(*(int(fields[one]) for one in ("since", "start", "most")))
+        told = {"step": self._updates.step, "begun": shard.begun, "looked": looked}
+        return packed("rows", told, {"ids": ids, "values": shard.pull(ids)})
+
     def _read_dense(self, rank: int, message: Message) -> Any:
         """Reads the variables that are here whole, and what is kept of them."""
         carry = self._having_dense().carry
@@ -332,7 +341,8 @@ class TableServer:
     def _state(self, rank: int, message: Message) -> Any:
         """Tells what a copy of this part has besides rows."""
         pairs = ((f"{name}/{at}", one) for name, shard in self._shards.items() for at, one in enumerate(shard.shared))
-        return packed("state", {"step": self._updates.step}, dict(pairs))
+        begun = {name: shard.begun for name, shard in self._shards.items()}
+        return packed("state", {"step": self._updates.step, "begun": begun}, dict(pairs))
 
     def _copy(self, rank: int, message: Message) -> Any:
         """Reads consecutive rows as they lie here."""
@@ -351,10 +361,17 @@ class TableServer:
                 for leaf, rows in zip(shard.lying(start, stop), found.values(), strict=True):
                     leaf[:] = rows
             shard.share([state.arrays[f"{name}/{at}"] for at in range(shard.form.num_shared)])
+            shard.begun = int(state.fields["begun"][name])
         if self._dense is not None:
             found = ask("read dense", {}).arrays
             self._dense.load([found[str(at)] for at in range(len(found))])
         self._begin(int(state.fields["step"]))
+
+    def close(self) -> None:
+        """Lets go of all tables."""
+        for shard in self._shards.values():
+            shard.close()
+        self._shards, self._run = {}, ""
 
     def _having_dense(self) -> DensePart:
         if self._dense is None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
+from braidax.parallel.served.files.row_files import RowFiles
 from braidax.parallel.served.programs import JOINS, TableForm
 from braidax.parallel.served.row_memory import aligned, is_aligned, put_rows, take_rows
 
@@ -17,6 +18,7 @@ from .dense import loaded
 
 _FEWEST = 256  # rows that a program is compiled for; numbers of rows are rounded up to powers of two
 _MOST = 8192  # rows that are computed at a time
+_LOOKED_AT = 1 << 20  # rows at a time, where most have not changed
 _CACHED_BYTES = 1 << 21  # of the values of these: what is taken together should stay in a cache
 
 _Done = Callable[[NDArray[Any], slice, Sequence[NDArray[Any]]], None]
@@ -40,19 +42,27 @@ class Shard:
     A row is as the last update that touched it has left it; how it is now is computed when it is read.
 
     **Arguments:** `form`: of the table. `rank`, `size`: which server of how many this is. `threads`: share the work on
-    rows; None is the caller's.
+    rows; None is the caller's. `disk`: the folder whose disk has what is kept here; None is memory.
 
     **Fields:** `num_rows`: here. `values`: `[num_rows, D]`. `kept`: what the optimizer keeps of rows. `touched`:
-    int64 `[num_rows]`, the last step that has moved a row by a gradient.
+    int64 `[num_rows]`, the last step that has moved a row by a gradient. `begun`: how often rows were put here.
+
+    **Raises:** as `RowFiles`.
     """
 
-    def __init__(self, form: TableForm, rank: int, size: int, threads: Executor | None = None) -> None:
-        self.form, self.rank, self.size, self._threads = form, rank, size, threads
+    def __init__(
+        self, form: TableForm, rank: int, size: int, threads: Executor | None = None, disk: str | None = None
+    ) -> None:
+        self.form, self.rank, self.size, self._threads, self.begun = form, rank, size, threads, 0
         self.num_rows = len(range(rank, form.shape[0], size))
         dtype = jax.numpy.dtype(form.dtype)
-        self.values = np.zeros((self.num_rows, form.width), dtype)
-        self.kept = [np.zeros((self.num_rows, *one.shape), jax.numpy.dtype(one.dtype)) for one in form.kept]
-        self.touched = np.full(self.num_rows, -1, np.int64)
+        kept = [((self.num_rows, *one.shape), jax.numpy.dtype(one.dtype)) for one in form.kept]
+        forms = [((self.num_rows, form.width), dtype), *kept, ((self.num_rows,), np.dtype(np.int64))]
+        whose = f"{form.name}, {form.dtype}{list(form.shape)}, part {rank} of {size}"
+        self._files = None if disk is None else RowFiles(disk, forms, whose)
+        arrays = [np.zeros(*one) for one in forms] if self._files is None else [*self._files.arrays]
+        self.values, self.kept, self.touched = arrays[0], arrays[1:-1], arrays[-1]
+        self.touched[:] = -1
         self._shared: list[Any] = []  # numbers by which rows that are read are brought up
         fits = _CACHED_BYTES // max(1, form.width * dtype.itemsize)
         self._chunk = min(_MOST, max(_FEWEST, 1 << (max(1, fits).bit_length() - 1)))
@@ -72,6 +82,7 @@ class Shard:
         """Begins with other rows, of which the optimizer keeps what it keeps at first."""
         self.values[:] = values
         self.touched[:] = -1
+        self.begun += 1
         for start in range(0, self.num_rows, self._chunk):
             self._begun(self.values[start : start + self._chunk], start)
 
@@ -98,6 +109,14 @@ class Shard:
         for leaf, new in zip((self.values, *self.kept), (values, *kept), strict=True):
             leaf[part] = new
         self.touched[part] = -1
+        self.begun += 1
+
+    def close(self) -> None:
+        """Lets go of all rows, and of their file where they are on disk. A second call does nothing."""
+        if self._files is not None:
+            self._files.close()
+        self.values, self.touched = self.values[:0].copy(), self.touched[:0].copy()
+        self.kept, self.num_rows = [leaf[:0].copy() for leaf in self.kept], 0
 
     @property
     def shared(self) -> Sequence[Any]:
@@ -130,8 +149,25 @@ class Shard:
         if self._settle is not None:
             self._compute(self._settle, ids, self._shared, done)
         else:
+            if self._files is not None:
+                self._files.fetch([self.values], ids)
             self._share_out(len(ids), lambda part: take_rows(self.values, ids[part], rows[part]))
         return rows
+
+    def changed(self, since: int, start: int, most: int) -> tuple[NDArray[np.int64], int]:
+        """Finds rows that were moved by a gradient in a step from `since` on, or put here behind it.
+
+        **Arguments:** `since`: below 0 all rows are. `start`: of those looked at. `most`: found.
+
+        **Returns:** which rows, in order, and how far it has looked.
+        """
+        found, start = list[NDArray[np.int64]](), max(0, start)
+        while most > 0 and start < self.num_rows:
+            some = start + np.flatnonzero(self.touched[start : start + _LOOKED_AT] >= since)[:most]
+            found.append(some)
+            most -= len(some)
+            start = int(some[-1]) + 1 if most == 0 else min(start + _LOOKED_AT, self.num_rows)
+        return np.concatenate([np.empty(0, np.int64), *found]), start
 
     def push(self, ids: NDArray[Any], gradients: NDArray[Any], numbers: Sequence[Any], step: int) -> None:
         """Moves rows by their gradients.
@@ -199,6 +235,8 @@ class Shard:
         **Returns:** what does not go by rows.
         """
         num_rows = 1 + len(self.kept)
+        if self._files is not None:
+            self._files.fetch([self.values, *self.kept], ids)
 
         def compute(part: slice) -> Sequence[Any]:
             room, some = self._enter(), ids[part]

@@ -1,0 +1,1 @@
+"""Tables of servers in files: rows that memory has no room for, and values that others serve."""

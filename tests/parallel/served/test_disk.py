@@ -1,0 +1,197 @@
+"""Tables on the disks of servers: the numbers are those of memory, and nothing is left in the folder."""
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import braidax.parallel as bx
+from braidax.checkpoint import Checkpointer, Every
+from braidax.errors import ArgumentError, CallFailed
+from braidax.gang import LocalGang
+from braidax.parallel.rows import row_adagrad
+from braidax.parallel.served.files.row_files import RowFiles
+from braidax.parallel.served.on_servers.shard import Shard
+from tests.parallel.models import copied, make_mesh, specs
+from tests.parallel.served.test_server import OPTIMIZERS, ROWS, WIDTH, form_of
+from tests.parallel.test_hybrid import init, make_batch, pooled
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adam": (optax.adam(1e-2), {}),
+    "row_adagrad": (optax.sgd(0.1), {"row_optimizers": {"params/table": row_adagrad(0.1)}}),
+}
+FORMS = [((300, 5), np.dtype(np.float32)), ((300,), np.dtype(np.int64)), ((0, 4), np.dtype(jnp.bfloat16))]
+
+
+def make_step(case: str, gang: LocalGang, disk: str | None) -> Any:
+    optimizer, options = CASES[case]
+    strategies = {"data": bx.Hybrid(tables=bx.Served(disk=disk), **options)}
+    mesh, batch = make_mesh("8 explicit"), specs(make_batch())
+    return bx.parallelize(pooled, optimizer, mesh, strategies, init=init, batch=batch, servers=gang)
+
+
+def numbers(step: Any, state: bx.State) -> list[Any]:
+    """Returns all that training has come to: parameters, tables, and what the optimizer keeps of rows."""
+    read = [step._servers.read(name, 0, form.shape[0]) for name, form in step._forms.items()]
+    return jax.tree.leaves((copied(state.params), copied(state.opt_state), [(one.values, one.kept) for one in read]))
+
+
+def assert_same(one: Any, two: Any) -> None:
+    for mine, other in zip(one, two, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def trained(gang: LocalGang, case: str, places: list[str | None], saved: Path) -> list[Any]:
+    """Trains two updates in each of some places, from checkpoint to checkpoint."""
+    found: list[Any] = []
+    for number, place in enumerate(places):
+        with make_step(case, gang, place) as step, Checkpointer(saved, Every(1)) as saver:
+            assert ("on disk" in str(step.plan)) is (place is not None)
+            state = step.init(jax.random.key(1))
+            state = saver.restore((step.state_specs, step.tables))[0] if number else state
+            for seed in (2 * number, 2 * number + 1):
+                state, metrics = step.update(state, make_batch(seed))
+                found.append(float(metrics["loss"]))
+            step.finish()
+            found += numbers(step, state)
+            saver.save((state, step.tables))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_memory_and_checkpoints_fit_both(tmp_path: Path, case: str) -> None:
+    """All in memory, all on disk, and from the disk to memory and back."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with LocalGang(2) as gang:
+        expected = trained(gang, case, [None, None, None], tmp_path / "memory")
+        assert_same(trained(gang, case, [str(disk)], tmp_path / "on"), expected[: len(expected) // 3])
+        assert_same(trained(gang, case, [str(disk), None, str(disk)], tmp_path / "both"), expected)
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_rows_of_a_shard_are_those_of_memory(tmp_path: Path, optimizer: str) -> None:
+    form, random = form_of(OPTIMIZERS[optimizer]), np.random.default_rng(0)
+    shards = [Shard(form, 1, 2), Shard(form, 1, 2, disk=str(tmp_path))]
+    key = np.asarray(jax.random.key_data(jax.random.key(4)))
+    for shard in shards:
+        shard.bear(key)
+    for step in range(4):
+        ids = np.unique(random.integers(0, ROWS // 2, 3))
+        gradients = random.normal(size=(len(ids), WIDTH)).astype(np.float32)
+        for shard in shards:
+            shard.push(ids, gradients, [], step)
+    for shard in shards:
+        shard.settle_all(shard.shared)
+    one, two = ([shard.values, *shard.kept, shard.touched] for shard in shards)
+    assert_same(one, two)
+    for shard in shards:
+        shard.close()
+        shard.close()
+        assert shard.num_rows == len(shard.values) == 0
+
+
+def test_arrays_are_zeros_that_lie_apart(tmp_path: Path) -> None:
+    files = RowFiles(str(tmp_path), FORMS, "rows")
+    assert [(one.shape, one.dtype) for one in files.arrays] == FORMS
+    assert not any(one.any() for one in files.arrays)
+    files.arrays[0][:] = 1
+    assert not files.arrays[1].any()
+    ids = np.random.default_rng(0).permutation(300)
+    files.fetch(files.arrays[:2], ids)
+    np.testing.assert_array_equal(files.arrays[0], 1)
+    files.close()
+
+
+# A server's part that trains until it is killed.
+_CHILD = """
+import sys
+import numpy as np
+from braidax.parallel.served.files.row_files import RowFiles
+files = RowFiles(sys.argv[1], [((1 << 20, 16), np.dtype(np.float32))], "rows")
+print("ready", flush=True)
+while True:
+    files.arrays[0][np.random.randint(0, 1 << 20, 100)] += 1
+"""
+
+
+def test_a_killed_server_leaves_nothing(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", _CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        assert list(tmp_path.iterdir()) == []
+        assert str(tmp_path) in Path(f"/proc/{child.pid}/maps").read_text()
+        os.kill(child.pid, signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"disk='.*none' of Served, on .*, for rows: expected a folder.*; make it"):
+        RowFiles(str(tmp_path / "none"), FORMS, "rows")
+    (tmp_path / "file").touch()
+    with pytest.raises(ArgumentError, match=r"in which this process may write, got: .*Not a directory"):
+        RowFiles(str(tmp_path / "file"), FORMS, "rows")
+
+
+def test_a_folder_that_cannot_be_written_to() -> None:
+    with pytest.raises(ArgumentError, match=r"disk='/proc' of Served.*in which this process may write"):
+        RowFiles("/proc", FORMS, "rows")
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where others have taken what was free a moment ago."""
+    with pytest.raises(OSError, match=r"rows: 1,125,899,906,842,624 bytes are needed, and [\d,]+ are free") as caught:
+        RowFiles(str(tmp_path), [((1 << 30, 1 << 18), np.dtype(np.float32))], "rows")
+    assert caught.value.errno == errno.ENOSPC
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"\(No space left on device\); give more servers, or a folder on a larger disk"):
+        RowFiles(str(tmp_path), FORMS, "rows")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parallelize_says_what_a_server_lacks_and_the_gang_goes_on(tmp_path: Path) -> None:
+    def huge(key: jax.Array) -> Any:
+        return {**init(key), "other": jnp.zeros((1 << 30, 1 << 20))}
+
+    def squared(params: Any, batch: Any) -> Any:
+        return jnp.square(params["other"][batch["ids"]]).mean()
+
+    disk = str(tmp_path)
+    with LocalGang(1) as gang:
+        words = rf"OSError.*disk='{re.escape(disk)}'.*for other, float32\[1073741824, 1048576\], part 0 of 1: "
+        with pytest.raises(CallFailed, match=words + r"[\d,]+ bytes are needed, and [\d,]+ are free"):
+            bx.parallelize(
+                squared,
+                CASES["adam"][0],
+                make_mesh("8 explicit"),
+                {"data": bx.Hybrid(tables=bx.Served(disk=disk))},
+                init=huge,
+                batch=specs(make_batch()),
+                servers=gang,
+            )
+        with pytest.raises(CallFailed, match=r"ArgumentError.*expected a folder.*make it on the host of each server"):
+            make_step("adam", gang, str(tmp_path / "none"))
+        with make_step("adam", gang, disk) as step:
+            assert int(step.init(jax.random.key(0)).step) == 0
+
+
+@pytest.mark.parametrize("disk", ["", 3, Path("rows")])
+def test_what_is_no_path(disk: Any, unchecked: None) -> None:
+    with pytest.raises(ArgumentError, match=r"disk=.*: expected the path of a folder, a text, or None for memory"):
+        bx.Served(disk=disk)

@@ -1,0 +1,332 @@
+"""What a step publishes: base and deltas are the tables, to the bit, and a delta has the rows that were moved."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import braidax.parallel as bx
+from braidax.checkpoint import Checkpointer, Every
+from braidax.errors import ArgumentError
+from braidax.gang import LocalGang
+from braidax.parallel.rows import row_adagrad
+from braidax.parallel.served.files import publishing
+from braidax.parallel.served.files.form import Header, listed, opened
+from braidax.parallel.served.on_servers import shard as shards
+from braidax.parallel.served.on_servers.shard import Shard
+from tests.laws.tree import ROOT
+from tests.parallel.models import specs
+from tests.parallel.served.test_prepared import ROWS, init, loss, zipf_batches
+from tests.parallel.served.test_server import OPTIMIZERS, form_of
+
+BATCHES = zipf_batches(12)
+
+
+@pytest.fixture(scope="module")
+def gang() -> Iterator[LocalGang]:
+    with LocalGang(3) as gang:
+        yield gang
+
+
+def make_step(gang: LocalGang, *, optimizer: Any = None, own: Any = None, **served: Any) -> Any:
+    strategies = {"data": bx.Hybrid(tables=bx.Served(**served), row_optimizers=own or {})}
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    given = optax.adagrad(0.1) if optimizer is None else optimizer
+    return bx.parallelize(loss, given, mesh, strategies, init=init, batch=specs(BATCHES[0]), servers=gang)
+
+
+def headers(folder: Path) -> list[Header]:
+    found = [opened(one) for one in listed(folder)[0]]
+    for one in found:
+        one.file.close()
+    return [one.header for one in found]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
+def assert_published(folder: Path, step: Any, *followers: bx.Published) -> None:
+    expected = step.table("table")
+    for follower in followers:
+        follower.refresh()
+        np.testing.assert_array_equal(follower.tables["table"], expected)
+    found = bx.read_published(folder)
+    assert [*found] == ["table"]
+    assert found["table"].dtype == expected.dtype
+    np.testing.assert_array_equal(found["table"], expected)
+
+
+@pytest.mark.parametrize("block_bytes", [16 << 20, 64])
+def test_files_are_the_tables(
+    gang: LocalGang, tmp_path: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in many messages; deltas have the rows that batches have read, once each."""
+    monkeypatch.setattr(publishing, "_BLOCK_BYTES", block_bytes)
+    folder = tmp_path / "a" / "b"
+    with make_step(gang, own={"params/table": row_adagrad(0.1)}) as step:
+        state = step.init(jax.random.key(0))
+        step.publish(folder)
+        follower = bx.Published(folder)
+        assert (follower.version, follower.step) == (0, 0)
+        touched = [ROWS]
+        for some in (BATCHES[:1], BATCHES[1:4], []):
+            for batch in some:
+                state, _ = step.update(state, batch)
+            step.publish(folder)
+            touched.append(len(np.unique([batch["ids"] for batch in some])))
+            assert_published(folder, step, follower)
+        assert follower.refresh() == 0
+        assert (follower.version, follower.step) == (3, 4)
+    assert [one.tables[0].num_rows for one in headers(folder)] == touched
+    assert [one.kind for one in headers(folder)] == ["base", "delta", "delta", "delta"]
+    assert names(folder) == [f"tables-0000000{one}" for one in ("0.base", "1.delta", "2.delta", "3.delta")]
+
+
+def test_a_delta_is_hardly_larger_than_its_rows(gang: LocalGang, tmp_path: Path) -> None:
+    with make_step(gang) as step:
+        state = step.init(jax.random.key(0))
+        step.publish(tmp_path)
+        for batch in BATCHES:
+            state, _ = step.update(state, batch)
+        step.publish(tmp_path)
+    (rows,) = headers(tmp_path)[1].tables
+    assert rows.num_rows < 150
+    assert (tmp_path / "tables-00000001.delta").stat().st_size < rows.num_rows * (rows.row_bytes + 4) + 512
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(0.1), optax.sgd(0.1, 0.9)])
+def test_rows_that_move_without_gradients_are_all_written(gang: LocalGang, tmp_path: Path, optimizer: Any) -> None:
+    with make_step(gang, optimizer=optimizer) as step:
+        state = step.init(jax.random.key(0))
+        for batch in BATCHES[:3]:
+            state, _ = step.update(state, batch)
+            step.publish(tmp_path)
+            assert_published(tmp_path, step)
+    assert [one.kind for one in headers(tmp_path)] == ["base"] * 3
+
+
+def test_rows_that_were_put_anew_are_all_written(gang: LocalGang, tmp_path: Path) -> None:
+    """By `init`, a dense state, a checkpoint, or another step; who follows goes on from there."""
+    folder = tmp_path / "published"
+    with make_step(gang, disk=str(tmp_path)) as step, Checkpointer(tmp_path / "saved", Every(1)) as saver:
+        state, _ = step.update(step.init(jax.random.key(0)), BATCHES[0])
+        saver.save((state, step.tables))
+        step.publish(folder)
+        follower = bx.Published(folder)
+        dense = step.to_dense(state)
+        for restored in (
+            lambda: step.init(jax.random.key(1)),
+            lambda: step.from_dense(dense),
+            lambda: saver.restore((step.state_specs, step.tables))[0],
+        ):
+            state = restored()
+            step.publish(folder)
+            assert_published(folder, step, follower)
+            state, _ = step.update(state, BATCHES[1])
+            step.publish(folder)
+            assert_published(folder, step, follower)
+    with make_step(gang) as step:
+        step.init(jax.random.key(2))
+        step.publish(folder)
+        assert_published(folder, step, follower)
+    assert [one.kind for one in headers(folder)] == [
+        *["base", "base", "delta", "base", "delta", "base", "delta", "base"]
+    ]
+    assert len({one.run for one in headers(folder)}) == 2
+
+
+def test_folders_know_of_one_another_nothing(gang: LocalGang, tmp_path: Path) -> None:
+    """Each has what has changed since its own last file."""
+    with make_step(gang) as step:
+        state = step.init(jax.random.key(0))
+        for number, batch in enumerate(BATCHES[:6]):
+            state, _ = step.update(state, batch)
+            step.publish(tmp_path / ("two" if number % 2 else "three" if number % 3 else "one"))
+        for folder in ("one", "two", "three"):
+            step.publish(tmp_path / folder)
+            assert_published(tmp_path / folder, step)
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_lost_server_changes_nothing(tmp_path: Path, spares: int) -> None:
+    """Its copy knows what has changed, and so does a spare server in its place."""
+    with LocalGang(2 + spares) as gang:
+        pids = gang.run(own_pid)
+        with make_step(gang, copies=2, spares=spares) as step:
+            state = step.init(jax.random.key(0))
+            step.publish(tmp_path)
+            state, _ = step.update(state, BATCHES[0])
+            step.finish()
+            os.kill(pids[0], signal.SIGKILL)
+            for batch in BATCHES[1:3]:
+                state, _ = step.update(state, batch)
+                step.finish()
+            if spares:
+                os.kill(pids[1], signal.SIGKILL)  # so that the spare one is asked
+                state, _ = step.update(state, BATCHES[3])
+            step.publish(tmp_path)
+            assert_published(tmp_path, step)
+    assert [one.kind for one in headers(tmp_path)] == ["base", "delta"]
+
+
+def own_pid(comm: Any) -> int:
+    """Returns the process of the rank."""
+    return os.getpid()
+
+
+def test_all_rows_heal_what_lacks(gang: LocalGang, tmp_path: Path) -> None:
+    """Where files were removed, all rows are written again."""
+    with make_step(gang) as step:
+        state = step.init(jax.random.key(0))
+        for batch in BATCHES[:3]:
+            state, _ = step.update(state, batch)
+            step.publish(tmp_path)
+        (tmp_path / "tables-00000001.delta").unlink()
+        step.publish(tmp_path)
+        assert_published(tmp_path, step)
+        for path in tmp_path.iterdir():
+            path.unlink()
+        step.publish(tmp_path)
+        assert names(tmp_path) == ["tables-00000000.base"]
+        assert_published(tmp_path, step)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "lock"])
+def test_files_of_others_are_left_alone(gang: LocalGang, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "published"
+    folder.mkdir()
+    other = folder / {"file": "notes.txt", "folder": "tables-00000000.base", "link": ".lock", "lock": ".lock"}[kind]
+    if kind == "folder":
+        other.mkdir()
+    elif kind == "link":
+        other.symlink_to(tmp_path / "elsewhere")
+    else:
+        other.write_text("mine")
+    with make_step(gang) as step:
+        step.init(jax.random.key(0))
+        with pytest.raises(ArgumentError, match=rf"folder=.* has {other.name}, which no step has published: expected"):
+            step.publish(folder)
+    assert [*folder.iterdir()] == [other]
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_one_step_publishes_into_a_folder_and_has_its_tables(gang: LocalGang, tmp_path: Path) -> None:
+    with make_step(gang) as step, LocalGang(1) as second, make_step(second) as other:
+        step.init(jax.random.key(0))
+        other.init(jax.random.key(0))
+        step.publish(tmp_path)
+        with pytest.raises(ArgumentError, match="another step publishes here: expected one at a time; close that one"):
+            other.publish(tmp_path)
+        step.publish(tmp_path)
+    assert [one.kind for one in headers(tmp_path)] == ["base", "delta"]
+    strategies = {"data": bx.Hybrid(tables="servers")}
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+
+    def wider(key: jax.Array) -> Any:
+        return jax.tree.map(lambda leaf: leaf.repeat(2, -1), init(key))
+
+    made: Any = bx.parallelize(
+        loss, optax.sgd(0.1), mesh, strategies, init=wider, batch=specs(BATCHES[0]), servers=gang
+    )
+    with made as step:
+        step.init(jax.random.key(0))
+        with pytest.raises(ArgumentError, match=r"the tables table float32\[500, 4\], and this step has table .*8\]"):
+            step.publish(tmp_path)
+    assert len(headers(tmp_path)) == 2
+
+
+def test_a_full_disk_leaves_what_was_there(gang: LocalGang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with make_step(gang) as step:
+        with pytest.raises(ArgumentError, match="there are no tables yet: expected a state, by init"):
+            step.publish(tmp_path)
+        state = step.init(jax.random.key(0))
+        step.publish(tmp_path)
+        state, _ = step.update(state, BATCHES[0])
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(ArgumentError, match=r"folder=.*got: .*No space left on device; give another one, change"):
+            step.publish(tmp_path)
+        monkeypatch.undo()
+        assert names(tmp_path) == ["tables-00000000.base"]
+        step.publish(tmp_path)
+        assert_published(tmp_path, step)
+        with pytest.raises(ArgumentError, match="expected a folder that this process may make and write to, with room"):
+            step.publish(tmp_path / "tables-00000000.base" / "below")
+    assert [one.kind for one in headers(tmp_path)] == ["base", "delta"]
+
+
+# Publishes a base and a delta, and is killed while it makes the second delta durable.
+_CHILD = """
+import os, signal, sys
+import jax, numpy as np
+from braidax.gang import LocalGang
+from tests.parallel.served.test_publishing import BATCHES, make_step
+
+if __name__ == "__main__":
+    folder = sys.argv[1]
+    with LocalGang(2) as gang, make_step(gang) as step:
+        state = step.init(jax.random.key(0))
+        step.publish(folder)
+        state, _ = step.update(state, BATCHES[0])
+        step.publish(folder)
+        np.save(sys.argv[2], step.table("table"))
+        state, _ = step.update(state, BATCHES[1])
+        os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        step.publish(folder)
+"""
+
+
+def test_a_kill_midway_leaves_what_was_whole(gang: LocalGang, tmp_path: Path) -> None:
+    folder, program, expected = tmp_path / "published", tmp_path / "child.py", tmp_path / "expected.npy"
+    program.write_text(_CHILD)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src"))),
+        "JAX_NUM_CPU_DEVICES": "2",
+    }
+    command = [sys.executable, str(program), str(folder), str(expected)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    torn = [name for name in names(folder) if name.endswith(".unfinished")]
+    assert names(folder) == [*torn, "tables-00000000.base", "tables-00000001.delta"]
+    assert len(torn) == 1
+    np.testing.assert_array_equal(bx.read_published(folder)["table"], np.load(expected))
+    with make_step(gang) as step:
+        step.init(jax.random.key(5))
+        step.publish(folder)
+        assert_published(folder, step)
+    assert names(folder) == ["tables-00000000.base", "tables-00000001.delta", "tables-00000002.base"]
+
+
+def test_a_server_finds_rows_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many it looks at, and finds, at a time."""
+    shard = Shard(form_of(OPTIMIZERS["sgd"]), 0, 1)
+    begun = shard.begun
+    shard.bear(np.asarray(jax.random.key_data(jax.random.key(4))))
+    assert shard.begun == begun + 1
+    for step, ids in enumerate([[1, 4, 10], [4], [0, 7]]):
+        shard.push(np.array(ids), np.ones((len(ids), 3), np.float32), [], step)
+    wanted = {-1: [*range(11)], 0: [0, 1, 4, 7, 10], 1: [0, 4, 7], 2: [0, 7], 3: []}
+    for looked_at in (1, 2, 5, 100):
+        monkeypatch.setattr(shards, "_LOOKED_AT", looked_at)
+        for since, ids in wanted.items():
+            for most in (1, 2, 3, 100):
+                found, start = list[int](), 0
+                while start < shard.num_rows:
+                    some, start = shard.changed(since, start, most)
+                    assert len(some) <= most
+                    found += some.tolist()
+                assert found == ids
+    assert shard.changed(-1, 3, 0)[1] == 3
