@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import pytest
 
+import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
 from braidax.gang import LocalGang
 from tests.parallel.workers.teams import BATCH, assert_close, batches, make_step, own_part, team
