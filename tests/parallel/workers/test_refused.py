@@ -94,8 +94,11 @@ def test_a_step_says_what_does_not_fit() -> None:
             ids = batch["ids"].copy()
             ids[0, 0] = 50
             step.update(state, {**batch, "ids": ids})
-        state, _ = step.update(state, batch)
-        assert int(state.step) == 1
+        later, _ = step.update(state, batch)
+        assert int(later.step) == 1
+        with pytest.raises(ArgumentError, match=r"state is not the last one that this step has returned.* taken 1 upd"):
+            step.update(state, batch)
+        step.update(step.meet(state), batch)
 
 
 def test_others_than_the_first_do_not_save() -> None:

@@ -1,5 +1,6 @@
 """`WorkerStep`: a step of one of several workers, whose variables are all on servers."""
 
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -78,6 +79,7 @@ class WorkerStep:
         self._pushed: deque[Future[None]] = deque()
         self._lags: Counter[int] = Counter()
         self._num_updates = -1  # before there is a state
+        self._last: weakref.ref[jax.Array] | None = None  # the step of the last one
         self._forms = {} if feed is None else feed.forms(born)
         dense = dense_forms(work, loss, num_servers_of(servers))  # before others wait for this one
         joined = join_alone(servers, copies=strategy.copies)
@@ -106,10 +108,14 @@ class WorkerStep:
         self._servers.meet()
         self._adopt(0)
         on = self._form.shardings
-        return self._state(place(np.int32(0), on.step), self._programs.key(place(key, on.key)))
+        return self._own(self._state(place(np.int32(0), on.step), self._programs.key(place(key, on.key))))
 
     def _state(self, step: Any, key: Any) -> State:
         return State(step, (), (), self._form.specs.variables, key)
+
+    def _own(self, state: State) -> State:
+        self._last = weakref.ref(state.step)
+        return state
 
     @property
     def state_specs(self) -> State:
@@ -128,7 +134,7 @@ class WorkerStep:
         self._adopt(self._servers.num_updates())
         self._servers.meet()
         key, on = jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(state.key)), self._form.shardings
-        return self._state(place(np.int32(self._num_updates), on.step), place(key, on.key))
+        return self._own(self._state(place(np.int32(self._num_updates), on.step), place(key, on.key)))
 
     def _adopt(self, num_updates: int) -> None:
         self._num_updates = num_updates
@@ -141,6 +147,11 @@ class WorkerStep:
     def _check_state(self, state: Any) -> None:
         if not isinstance(state, State) or self._num_updates < 0 or difference(self._form.specs.key, state.key, "key"):
             raise ArgumentError(f"state is {type(state).__name__}: expected one that came from this step's init")
+        if self._last is None or self._last() is not state.step:
+            raise ArgumentError(
+                f"state is not the last one that this step has returned, and this worker has taken {self._num_updates} "
+                f"updates: go on with that one, begin by init, or pass a restored one to step.meet, as all workers do"
+            )
 
     # Updates
 
@@ -180,7 +191,7 @@ class WorkerStep:
         dense, payload = (given, {}) if made is None else given
         self._pushed.append(self._thread.submit(self._push, rows, payload, dense, metrics["loss"], number, pulled))
         self._num_updates += 1
-        return replace(state, step=step, variables=variables), metrics
+        return self._own(replace(state, step=step, variables=variables)), metrics
 
     def evaluate(self, state: State, batch: Any) -> dict[str, Any]:
         """Computes the metrics of a batch with `train=False`. **Arguments, Returns:** as of `Step.evaluate`."""
