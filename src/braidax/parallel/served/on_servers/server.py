@@ -214,10 +214,12 @@ class TableServer:
 
     def _take_complete(self, rank: int, step: int) -> None:
         """Takes all updates that are complete. **Arguments:** who has pushed what just now."""
-        while (whole := self._updates.complete(rank, step)) is not None:
-            self._take(whole)
-            self._updates.took(rank, step)
-        self._answer_waiting()
+        try:
+            while (whole := self._updates.complete(rank, step)) is not None:
+                self._take(whole)
+                self._updates.took(rank, step)
+        finally:
+            self._answer_waiting()
 
     def _take(self, update: Update) -> None:
         """Moves rows by an update that is complete; when that fails midway the tables are not gone on with."""
@@ -250,7 +252,7 @@ class TableServer:
         """Answers what has waited for what is now; what has to wait on takes its place again."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
-            if one.step > self._updates.step and self._gone is None:
+            if one.step > self._updates.step and self._gone is None and not self._failed:
                 self._waiting.append(one)
                 continue
             try:
