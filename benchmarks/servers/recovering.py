@@ -37,8 +37,7 @@ def recover_case(report: Report, *, num_rows: int, width: int, rounds: int) -> N
 
 def _recovered(num_rows: int, width: int) -> tuple[float, float, float]:
     told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler = _Lines(told)
     log = logging.getLogger("braidax")
     log.addHandler(handler)
     random = np.random.default_rng(0)
@@ -70,6 +69,18 @@ def _recovered(num_rows: int, width: int) -> tuple[float, float, float]:
                 return time.perf_counter() - begun, longest, float(copied[0])
     finally:
         log.removeHandler(handler)
+
+
+class _Lines(logging.Handler):
+    """Puts what is logged into a list."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Adds a line."""
+        self._lines.append(record.getMessage())
 
 
 def _own_pid(comm: Communicator) -> int:

@@ -270,7 +270,9 @@ def test_a_task_trains_with_servers_and_goes_on(tmp_path: Path, strategy: str) -
     arguments += ["--strategy", f"data={strategy}", "--out", tmp_path / "run"]
     code, output = run(*arguments, "--epochs", "1")
     assert code == 0, output
-    steps = int(re.search(r"epochs of (\d+) batches", output)[1])  # type: ignore[index]
+    told = re.search(r"epochs of (\d+) batches", output)
+    assert told is not None, output
+    steps = int(told[1])
     code, output = run(*arguments, "--epochs", "2", "--servers", "2")
     assert code == 0, output
     assert f"going on after step {steps}" in output

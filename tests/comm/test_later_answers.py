@@ -2,18 +2,32 @@
 
 import threading
 from concurrent.futures import Future
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
 
-import braidax.comm.serving.asking
-import braidax.comm.serving.server  # noqa: F401 (not by the threads of several ranks at once)
 from braidax.comm import Communicator
+from braidax.comm.serving.server import Handler
 from braidax.errors import CallFailed, WaitTimeout
 from tests.comm.ranks import results
 
+import_module("braidax.comm.serving.asking")  # not by the threads of several ranks at once
 TRANSPORTS = ["in-process", "tcp", "ucx"]
+
+
+def serve(comm: Communicator, handler: Handler) -> None:
+    """Answers until nobody asks."""
+    with comm.serve(handler) as server:
+        server.wait()
+
+
+def last_answer(comm: Communicator, value: Any) -> Any:
+    """Returns what rank 0 answers, which this rank then asks no more."""
+    answer = comm.ask(0, value)
+    comm.end_asking(0)
+    return answer
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -34,9 +48,7 @@ def test_an_answer_waits_for_what_another_rank_says(transport: str, count: int) 
 
     def run(comm: Communicator) -> Any:
         if comm.rank == 0:
-            with comm.serve(answer) as server:
-                server.wait()
-            return None
+            return serve(comm, answer)
         if comm.rank == 1:
             asking = threading.Thread(target=lambda: found.append(comm.ask(0, np.full(count, 1))[-1]))
             found: list[Any] = []
@@ -47,9 +59,7 @@ def test_an_answer_waits_for_what_another_rank_says(transport: str, count: int) 
             comm.end_asking(0)
             return [int(one) for one in found]
         met.wait(20)
-        told = comm.ask(0, np.full(count, -1))
-        comm.end_asking(0)
-        return int(told[0])
+        return int(last_answer(comm, np.full(count, -1))[0])
 
     assert results(3, run, transport=transport) == [None, [10], 1]
 
@@ -71,18 +81,14 @@ def test_what_fails_later_is_raised_by_who_asked(transport: str) -> None:
 
     def run(comm: Communicator) -> Any:
         if comm.rank == 0:
-            with comm.serve(answer) as server:
-                server.wait()
-            return None
+            return serve(comm, answer)
         if comm.rank == 1:
             with pytest.raises(CallFailed, match="ValueError: it did not come to pass"):
                 comm.ask(0, b"later")
             comm.end_asking(0)
             return None
         asked.wait(20)
-        told = comm.ask(0, b"now")
-        comm.end_asking(0)
-        return told
+        return last_answer(comm, b"now")
 
     assert results(3, run, transport=transport) == [None, None, b"done before it is returned"]
 
@@ -92,14 +98,10 @@ def test_an_asker_waits_to_its_limit_and_the_server_goes_on() -> None:
 
     def run(comm: Communicator) -> Any:
         if comm.rank == 0:
-            with comm.serve(lambda source, value: never if value == b"never" else value) as server:
-                server.wait()
-            return None
+            return serve(comm, lambda source, value: never if value == b"never" else value)
         with pytest.raises(WaitTimeout, match="did not answer within"):
             comm.ask(0, b"never", timeout_seconds=0.2)
-        told = comm.ask(0, b"now")
-        comm.end_asking(0)
-        return told
+        return last_answer(comm, b"now")
 
     assert results(2, run) == [None, b"now"]
 
@@ -116,9 +118,7 @@ def test_who_asked_may_be_gone_when_its_answer_is_there() -> None:
 
     def run(comm: Communicator) -> Any:
         if comm.rank == 0:
-            with comm.serve(answer) as server:
-                server.wait()
-            return None
+            return serve(comm, answer)
         if comm.rank == 1:
             with pytest.raises(WaitTimeout):
                 comm.ask(0, b"later", timeout_seconds=0.2)
@@ -126,9 +126,7 @@ def test_who_asked_may_be_gone_when_its_answer_is_there() -> None:
             comm.end_asking(0)
             return None
         assert gone.wait(20)
-        told = comm.ask(0, b"now")
-        comm.end_asking(0)
-        return told
+        return last_answer(comm, b"now")
 
     gone = threading.Event()
     assert results(3, run) == [None, None, b"now"]

@@ -242,7 +242,6 @@ class _Given:
             specs_of(self.batch),
             strategy,
             self.servers,
-            loss=work.loss_spec,
             batch_shardings=shardings,
             compiler_options=options,
         )

@@ -12,7 +12,7 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.comm import Communicator
-from braidax.errors import PeerLost
+from braidax.errors import CallFailed, PeerLost
 from braidax.gang import LocalGang
 from tests.parallel.workers.teams import (
     BATCH,
@@ -153,7 +153,7 @@ def test_a_worker_that_is_killed(gang: LocalGang, staleness: int | None) -> None
         with pytest.raises(PeerLost):
             second.result()
         if staleness == 0:
-            with pytest.raises(Exception, match="worker 1 is gone"):
+            with pytest.raises(CallFailed, match="worker 1 is gone"):
                 first.result()
         else:
             (losses,) = first.result()

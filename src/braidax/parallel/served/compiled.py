@@ -47,13 +47,7 @@ class ServedPrograms:
         self.init = compile_on(work.mesh, work.form.initial, in_shardings=(self.whole,), out_shardings=held)
         self.ids = self._compiled_ids(reading, batch_shardings)
         read = (held.params, reading.fed_shardings, held.variables, held.key, held.step)
-        self.gradients = compile_on(
-            work.mesh,
-            work.gradients,
-            in_shardings=(*read, batch_shardings),
-            out_shardings=(work.gradient_shardings, held.variables, work.metric_shardings),
-            compiler_options=options.gradients,
-        )
+        self.gradients = compiled_gradients(work, read, batch_shardings, options)
         of_dense, _ = work.gradient_shardings
         self.apply = compile_on(
             work.mesh,
@@ -91,3 +85,14 @@ class ServedPrograms:
             in_shardings=(held.variables, held.key, held.step, batch_shardings),
             out_shardings=dict.fromkeys(self._feed.tables, reading.on_parts),
         )
+
+
+def compiled_gradients(work: Work, read: tuple[Any, ...], batch_shardings: Any, options: CompilerOptions) -> Any:
+    """Returns the jitted gradients of work. **Arguments:** `read`: shardings of all that they take but the batch."""
+    return compile_on(
+        work.mesh,
+        work.gradients,
+        in_shardings=(*read, batch_shardings),
+        out_shardings=(work.gradient_shardings, work.form.shardings.variables, work.metric_shardings),
+        compiler_options=options.gradients,
+    )

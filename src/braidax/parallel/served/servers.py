@@ -294,7 +294,7 @@ class Servers:
 
     def num_updates(self) -> int:
         """Returns how many updates all servers have seen."""
-        return self.pull({}).step
+        return min(int(answer.fields["step"]) for answer in self.ask("state", lambda _: {}))
 
     def read_whole(self) -> tuple[int, dict[str, NDArray[Any]]]:
         """Returns how many updates servers have seen, and what each has whole, with what is kept of it, by path."""

@@ -11,7 +11,7 @@ from braidax.parallel.compiler_options import CompilerOptions
 from braidax.parallel.compute.work import Work
 from braidax.parallel.plan.footprint import owners_of
 from braidax.parallel.readings import Reading, Readings
-from braidax.parallel.served.compiled import Evaluation, ServedPrograms
+from braidax.parallel.served.compiled import Evaluation, ServedPrograms, compiled_gradients
 from braidax.parallel.served.feed import ServedFeed
 from braidax.parallel.served.on_servers.dense import DenseForm
 from braidax.parallel.served.programs import KeptForm, exported, key_form, numbers_to_send
@@ -27,26 +27,20 @@ class WorkerPrograms:
 
     **Fields:** `rows`: those of tables by rows, where there are some. `gradients`: `(params, fed, variables, key, step,
     batch) -> ((gradients, those of rows), variables, metrics)`, where there are no tables by rows without `fed` and
-    the latter. `key`: that of a state, of the one that `init` is given. `next`: `(key,
-    step) -> (key of the step, step + 1)`.
+    the latter. `key`: that of a state, of the one that `init` is given. `next`: `(key, step) -> (key of the step, step
+    + 1)`.
     """
 
     def __init__(self, work: Work, batch_shardings: Any, options: CompilerOptions) -> None:
-        self._work, held = work, work.form.shardings
-        whole = NamedSharding(work.mesh, PartitionSpec())
-        self.rows = ServedPrograms(work, work.feed, batch_shardings, options) if work.feed is not None else None  # pyright: ignore[reportArgumentType]
+        held, whole = work.form.shardings, NamedSharding(work.mesh, PartitionSpec())
+        feed = work.feed if isinstance(work.feed, ServedFeed) else None
+        self.rows = None if feed is None else ServedPrograms(work, feed, batch_shardings, options)
         self._readings: Readings | None = None
         if self.rows is not None:
             self.gradients = self.rows.gradients
         else:
             read = (held.params, whole, held.variables, held.key, held.step)
-            self.gradients = compile_on(
-                work.mesh,
-                work.gradients,
-                in_shardings=(*read, batch_shardings),
-                out_shardings=(work.gradient_shardings, held.variables, work.metric_shardings),
-                compiler_options=options.gradients,
-            )
+            self.gradients = compiled_gradients(work, read, batch_shardings, options)
             self._readings = Readings(work, read, options.apply)
         self.key = compile_on(
             work.mesh, lambda key: work.form.initial(key).key, in_shardings=(whole,), out_shardings=whole
@@ -82,14 +76,12 @@ class _Flat(NamedTuple):
     numbers: tuple[tuple[str, int], ...]
 
 
-def dense_forms(work: Work, loss: jax.ShapeDtypeStruct, num_servers: int) -> list[DenseForm]:
+def dense_forms(work: Work, num_servers: int) -> list[DenseForm]:
     """Returns what each server has whole: variables are dealt out, the largest first, to who has least.
-
-    **Arguments:** `loss`: spec of it.
 
     **Raises:** `ArgumentError` where the optimizer moves one variable by what belongs to another that lies elsewhere.
     """
-    flat = _flat(work, loss)
+    flat = _flat(work)
     leaves = jax.tree.leaves(_carry_of(work.form.specs))
     sizes = dict.fromkeys((name for name, _ in named_leaves(work.form.specs.params)), 0)
     for owner, leaf in zip(flat.owners, leaves, strict=True):
@@ -108,7 +100,7 @@ def _carry_of(state: Any) -> Any:
     return {"opt_state": state.opt_state, "params": state.params, "step": state.step}
 
 
-def _flat(work: Work, loss: jax.ShapeDtypeStruct) -> _Flat:
+def _flat(work: Work) -> _Flat:
     specs, feed = work.form.specs, work.feed
     gradients = work.form.moved(work.form.dense(specs.params))
     counts: dict[str, int] = {}
@@ -123,13 +115,13 @@ def _flat(work: Work, loss: jax.ShapeDtypeStruct) -> _Flat:
                 counts[name] = len(told)
         return {"opt_state": opt_state, "params": params, "step": step}, numbers
 
-    program = trace(update, _carry_of(specs), gradients, loss)
+    program = trace(update, _carry_of(specs), gradients, work.loss_spec)
     paths = [path for path, _ in named_leaves(_carry_of(specs))]
     names = {name for name, _ in named_leaves(specs.params)}
     of_state = [path.removeprefix("opt_state/") for path in paths]
     pairs = zip(paths, owners_of(of_state, names), strict=True)
-    owners = [owner if path.startswith(("opt_state/", "params/")) else "" for path, owner in pairs]
-    owners = ["" if path.startswith("opt_state/rows/") else one for path, one in zip(paths, owners, strict=True)]
+    of_all = ("step", "opt_state/rows/")  # what is kept for rows all servers have alike
+    owners = ["" if path.startswith(of_all) else owner for path, owner in pairs]
     return _Flat(program, paths, owners, [name for name, _ in named_leaves(gradients)], tuple(counts.items()))
 
 

@@ -45,8 +45,7 @@ class WorkerStep:
     taken, and its key; whatever is trained servers have.
 
     **Arguments:** `work`, without a feed where no variable is read by rows. `born`: traced `key -> Born`. `batch`:
-    specs, of a worker's own samples. `loss`: spec. `servers`: a gang, or a meeting of a worker;
-    None for those of `braidax launch`.
+    specs, of a worker's own samples. `servers`: a gang, or a meeting of a worker; None for those of `braidax launch`.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class WorkerStep:
         strategy: ParameterServers,
         servers: Any,
         *,
-        loss: jax.ShapeDtypeStruct,
         batch_shardings: Any,
         compiler_options: CompilerOptions,
     ) -> None:
@@ -73,7 +71,7 @@ class WorkerStep:
                 'expected a loss without, or DataParallel() and Hybrid(tables="servers"), which average them'
             )
         self.mesh, self.plan, self.batch_shardings = work.mesh, work.plan, batch_shardings
-        self._form, self._feed, self._batch_specs, self._strategy = work.form, feed, batch, strategy
+        self._form, self._batch_specs, self._strategy = work.form, batch, strategy
         self._programs = WorkerPrograms(work, batch_shardings, compiler_options)
         self._in_flight = InFlight(self.mesh)
         self._pushed: deque[Future[None]] = deque()
@@ -81,7 +79,7 @@ class WorkerStep:
         self._num_updates = -1  # before there is a state
         self._last: weakref.ref[jax.Array] | None = None  # the step of the last one
         self._forms = {} if feed is None else feed.forms(born)
-        dense = dense_forms(work, loss, num_servers_of(servers))  # before others wait for this one
+        dense = dense_forms(work, num_servers_of(servers))  # before others wait for this one
         joined = join_alone(servers, copies=strategy.copies)
         self.worker, self.num_workers = joined.worker, joined.meeting.num_workers
         self._servers = Servers(joined, self._forms, staleness=strategy.staleness, copies=strategy.copies, dense=dense)
@@ -176,7 +174,7 @@ class WorkerStep:
         key = (state.key, state.step) if self.num_workers == 1 else (drawn, np.int32(self.worker))
         bound = self._strategy.staleness
         self._wait(behind=1 if bound is None else bound)  # asynchronously a push travels beside the next batch
-        made = None if self._programs.rows is None else self._programs.rows
+        made = self._programs.rows
         ids = None if made is None else made.ids(state.variables, *key, batch)
         rows, pulled = self._pull(ids)
         if bound is not None:
@@ -233,9 +231,8 @@ class WorkerStep:
         pulled: Rows,
     ) -> None:
         """Brings gradients to the servers, when they are there."""
-        on_host = self._feed is not None and self._programs.rows is not None
-        hosts = self._programs.rows.reading.sums_on_host if on_host and self._programs.rows else lambda _: False
-        gradients = self._summing.summed(rows, payload, hosts)
+        made = self._programs.rows
+        gradients = {} if made is None else self._summing.summed(rows, payload, made.reading.sums_on_host)
         whole = {name: np.asarray(leaf) for name, leaf in named_leaves(dense)}
         seen = self._servers.push(rows, gradients, dict.fromkeys(rows, ()), number, {**whole, "": np.asarray(loss)})
         if self._strategy.staleness is None:
