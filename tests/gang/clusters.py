@@ -31,6 +31,12 @@ def until(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.05)
 
 
+def end_worker(client: Any, worker: str) -> None:
+    """Kills a worker of Dask, whose nanny starts another one. (`Client.restart_workers` may wait for it for minutes.)"""
+    os.kill(client.run(os.getpid, workers=[worker])[worker], signal.SIGKILL)
+    until(lambda: worker not in client.nthreads())
+
+
 def is_running(pid: int) -> bool:
     """Returns whether a process runs, zombies not counted."""
     try:

@@ -326,12 +326,15 @@ def test_what_is_sent_to_a_thread_of_this_process_is_its_own(threads: distribute
 def test_two_programs_in_one_process_are_refused(threads: distributed.Client, tmp_path: Path) -> None:
     """They would take one another's environment, folder and arguments for their own."""
     script = tmp_path / "program.py"
-    script.write_text(JOIN + "comm.barrier()\ncomm.close()\n")
+    begun = tmp_path / "begun"
+    script.write_text(f"open({str(begun)!r}, 'w').close()\n" + JOIN + "comm.barrier()\ncomm.close()\n")
     told = io.StringIO()
     assert launch_on(DaskGang(threads), Program(str(script), initialize="nothing"), log=told) == 1
+    assert not begun.exists()
     words = rf"GangError: {script}: another program runs in this process \(pid {os.getpid()}\)"
     assert re.search(words, told.getvalue()), told.getvalue()
     assert launch_on(DaskGang(threads, 1), Program(str(script), initialize="nothing"), log=told) == 0
+    assert begun.exists()
     _nothing_is_left(threads)
 
 
@@ -465,7 +468,7 @@ def test_a_store_outlives_its_users_and_not_its_gang(store: DaskStore, client: d
         if end == "the gang's":
             client.cancel([distributed.Future(key, client)], force=True)
         else:
-            client.restart_workers([worker])
+            clusters.end_worker(client, worker)
         begun = time.monotonic()
         with pytest.raises(CommError, match=r"dask:tcp://.* cannot be reached: .*is the worker alive\?"):
             other.get("key", timeout_seconds=5)
@@ -483,7 +486,7 @@ def test_a_store_whose_worker_ends_amid_an_answer_is_given_up(
     begun = time.monotonic()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(store.get, "key", timeout_seconds=60)
-        client.restart_workers([worker])
+        clusters.end_worker(client, worker)
         with pytest.raises(CommError, match=r"cannot be reached: the scheduler says that it is (lost|cancelled|error)"):
             waiting.result(clusters.UNTIL_SECONDS)
     assert time.monotonic() - begun < clusters.UNTIL_SECONDS

@@ -67,6 +67,7 @@ def _run(comm: Communicator, program: Program, name: str, transport: str, epoch:
             "its own: workers=, or a cluster with processes=True"
         )
     try:
+        comm.barrier()  # nobody begins a program that another rank has refused: it would wait there for that rank
         with _restored():
             os.chdir(folder)
             _run_there(comm, program, job, epoch)
