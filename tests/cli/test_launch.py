@@ -179,7 +179,7 @@ def test_a_program_runs_on_dask(tmp_path: Path) -> None:
         (
             ["--hosts", "hosts", "--servers", "2"],
             {},
-            "error: --servers 2 with --hosts hosts: servers are started on this machine only, beside its --processes",
+            "error: --servers 2 with --hosts hosts: the file says where servers are; name them there, such as `node1",
         ),
         (["--gang", "dask", "-n", "2", "--servers", "1"], {}, "error: --servers 1 with --gang dask: servers are"),
         (["--servers", "1"], {"PMI_RANK": "0", "PMI_SIZE": "1"}, "error: --servers 1 with no --processes"),

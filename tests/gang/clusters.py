@@ -32,7 +32,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def end_worker(client: Any, worker: str) -> None:
-    """Kills a worker of Dask, whose nanny starts another one. (`Client.restart_workers` may wait for it for minutes.)"""
+    """Kills a worker of Dask, whose nanny starts another one. `Client.restart_workers` may wait for it for minutes."""
     os.kill(client.run(os.getpid, workers=[worker])[worker], signal.SIGKILL)
     until(lambda: worker not in client.nthreads())
 

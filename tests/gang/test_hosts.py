@@ -13,6 +13,9 @@ node1
 node2: 0,1   # two of its GPUs
 
 me@10.0.0.3 : 3
+node4: 1, server,0, server
+node5: server
+node6: all,server
 """
 
 
@@ -20,8 +23,15 @@ def test_hosts_and_their_devices_are_read(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text(TEXT)
     hosts = read_hosts(path)
-    assert hosts == [Host("node1"), Host("node2", (0, 1)), Host("me@10.0.0.3", (3,))]
-    assert [host.num_processes for host in hosts] == [1, 2, 1]
+    assert hosts == [
+        Host("node1"),
+        Host("node2", (0, 1)),
+        Host("me@10.0.0.3", (3,)),
+        Host("node4", (1, 0), 2),
+        Host("node5", (), 1),
+        Host("node6", (), 1, sees_all=True),
+    ]
+    assert [host.num_processes for host in hosts] == [1, 2, 1, 2, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -34,6 +44,9 @@ def test_hosts_and_their_devices_are_read(tmp_path: Path) -> None:
         (": 1", "hosts:1: ': 1' is no host"),
         ("two words", "hosts:1: 'two words' is no host"),
         ("-oProxyCommand=x", "hosts:1: '-oProxyCommand=x' is no host"),
+        ("a: all,1", "hosts:1: 'a: all,1': expected all once, for one process, or device numbers"),
+        ("a: all,all", "hosts:1: 'a: all,all': expected all once"),
+        ("a: server", "hosts: names servers alone; expected a host for the program, such as node1, too"),
         ("# nothing\n", "hosts: names no host"),
     ],
 )

@@ -207,7 +207,9 @@ def test_servers_that_no_step_calls_end_with_the_program(run: Launch) -> None:
     code, lines = run("import os\nprint(os.environ['BRAIDAX_SERVERS'], os.environ.get('BRAIDAX_SERVER'))", servers=2)
     assert code == 0
     assert sorted(lines[:2]) == ["[0] 2 None", "[1] 2 None"]
-    assert lines[2].startswith("braidax launch: --servers 2: the program has ended, and no step of it has met them: gi")
+    assert lines[2].startswith(
+        "braidax launch: the program has ended, and no step of it has met its 2 servers: give one"
+    )
     assert len(lines) == 3
 
 

@@ -25,11 +25,11 @@ WORKERS = 2
 
 def pid_of_server(number: int) -> int:
     """Returns the process of a server of this job."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            if parent == os.getppid() and f"BRAIDAX_SERVER={number}\0" in (stat.parent / "environ").read_text():
-                return int(stat.parent.name)
+            told = environ.read_text().split("\0")
+            if f"BRAIDAX_SERVER={number}" in told and f"BRAIDAX_JOB={os.environ['BRAIDAX_JOB']}" in told:
+                return int(environ.parent.name)
     raise LookupError(f"server {number} is not there")
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,8 +14,11 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
+from braidax.gang.hosts import Host
 from braidax.gang.launch import launch_here
+from braidax.gang.over_ssh import Remote, launch_over_ssh
 from braidax.gang.program import Program
+from tests.gang import ssh
 from tests.gang.programs import wait_until_gone
 from tests.laws.tree import ROOT
 from tests.parallel.launched import NUM_STEPS, SAVED, WORKERS
@@ -39,9 +42,29 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
     return run
 
 
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with ssh.serve(tmp_path_factory.mktemp("ssh")) as command:
+        yield command
+
+
+@pytest.fixture
+def launched_over_ssh(command: str, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """As `launched`, on hosts."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+    def run(*case: str, hosts: list[Host], restarts: int = 0, initialize: Any = "nothing") -> Any:
+        program = Program("tests.parallel.launched", case, "module", initialize, devices_per_process=1)
+        log, remote = io.StringIO(), Remote(ssh=command)
+        return launch_over_ssh(program, hosts, remote=remote, restarts=restarts, log=log), log.getvalue()
+
+    return run
+
+
 def told(log: str) -> list[dict[str, Any]]:
     """Returns what ranks have told."""
-    return [json.loads(line[line.index("{") :]) for line in log.splitlines() if re.match(r"\[\d+\] \{", line)]
+    return [json.loads(line[line.index("{") :]) for line in log.splitlines() if re.match(r"\[\d+( \w+)?\] \{", line)]
 
 
 def test_training_goes_on_from_the_checkpoint_when_a_server_dies_and_when_a_rank_does(
@@ -75,6 +98,41 @@ def test_a_server_of_whose_rows_there_are_copies_may_die(launched: Launch) -> No
     code, log = launched("copies", processes=1, servers=2)
     assert code == 0, log
     assert re.search(r"launch: server 1 \(pid \d+\) was ended by signal 9 .*; the program has copies of what it", log)
+    losses, params = on_one_device("adam", batches(NUM_STEPS))
+    np.testing.assert_allclose(told(log)[0]["losses"], losses, rtol=1e-5)
+    np.testing.assert_allclose(told(log)[0]["words"], params["words"], atol=1e-6)
+
+
+def test_hosts_have_servers_beside_ranks_and_alone(launched_over_ssh: Launch) -> None:
+    hosts = [Host("a", (0,), num_servers=1, sees_all=False), Host("b", num_servers=1, sees_all=True)]
+    code, log = launched_over_ssh("workers", hosts=hosts)
+    assert code == 0, log
+    found = told(log)
+    assert len(found) == 2 * WORKERS
+    losses, params = on_one_device("adam", batches(NUM_STEPS), microbatches=WORKERS)
+    np.testing.assert_allclose(np.mean([one["losses"] for one in found], axis=0), losses, rtol=1e-5)
+    for one in found:
+        np.testing.assert_allclose(one["words"], params["words"], atol=1e-6)
+
+
+def test_a_server_of_a_host_dies_and_then_a_rank(launched_over_ssh: Launch, tmp_path: Any) -> None:
+    hosts = [Host("a", (0, 1)), Host("b", num_servers=1)]
+    code, log = launched_over_ssh("saved", str(tmp_path), hosts=hosts, restarts=2, initialize="jax")
+    assert code == 0, log
+    died = r"braidax launch: {} pid \d+\) failed first: it was ended by signal 9"
+    assert re.search(died.format(r"server 0 \(host b,"), log), log
+    assert re.search(died.format(r"rank 1 \(host a,"), log), log
+    (found,) = told(log)
+    losses, params = on_one_device("adam", batches(NUM_STEPS))
+    assert found["begun"] == SAVED
+    np.testing.assert_allclose(found["losses"], losses[SAVED:], rtol=1e-5)
+    np.testing.assert_allclose(found["words"], params["words"], atol=1e-6)
+
+
+def test_a_server_of_a_host_of_whose_rows_there_are_copies_may_die(launched_over_ssh: Launch) -> None:
+    code, log = launched_over_ssh("copies", hosts=[Host("a"), Host("b", num_servers=2)])
+    assert code == 0, log
+    assert re.search(r"launch: server 1 \(host b, pid \d+\) was ended by signal 9 .*; the program has copies", log)
     losses, params = on_one_device("adam", batches(NUM_STEPS))
     np.testing.assert_allclose(told(log)[0]["losses"], losses, rtol=1e-5)
     np.testing.assert_allclose(told(log)[0]["words"], params["words"], atol=1e-6)

@@ -192,7 +192,7 @@ def _launch(
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
     processes: Annotated[int | None, typer.Option("--processes", "-n", min=1, help="How many to start.")] = None,
     servers: Annotated[int, typer.Option(min=0, help=_LAUNCHED_SERVERS_HELP)] = 0,
-    hosts: Annotated[Path | None, typer.Option(help="File with a line a host: name, or name: device,device.")] = None,
+    hosts: Annotated[Path | None, typer.Option(help="File with lines such as node1, or node1: 0,1,server.")] = None,
     gang: Annotated[Literal["ray", "dask"] | None, typer.Option(help="Run in the ranks of Ray or Dask.")] = None,
     scheduler: Annotated[str | None, typer.Option(help="Of Dask, such as tcp://host:8786.")] = None,
     restarts: Annotated[int, typer.Option(min=0, help="How often to start all again when one has failed.")] = 0,

@@ -28,9 +28,9 @@ from braidax.gang.program import DEVICES, Program, shares_of_gpus
 class Where:
     """Where to run.
 
-    **Arguments:** `processes`: how many, here or on a gang. `servers`: how many processes besides have tables, here.
-    `hosts`: a file of hosts, see `read_hosts`. `gang`: whose ranks run it. `scheduler`: the address of Dask's.
-    `remote`: how to reach hosts.
+    **Arguments:** `processes`: how many, here or on a gang. `servers`: how many processes besides have tables, here; a
+    file of hosts has its own. `hosts`: such a file, see `read_hosts`. `gang`: whose ranks run it. `scheduler`: the
+    address of Dask's. `remote`: how to reach hosts.
     """
 
     processes: int | None = None
@@ -106,11 +106,16 @@ def _check_where(where: Where) -> None:
         raise ArgumentError(
             f"--hosts {where.hosts} says how many processes there are; leave out --processes and --gang"
         )
-    if where.servers and (where.processes is None or where.gang is not None):
-        there = f"--gang {where.gang}" if where.gang else f"--hosts {where.hosts}" if where.hosts else "no --processes"
+    if where.servers and where.hosts is not None:
         raise ArgumentError(
-            f"--servers {where.servers} with {there}: servers are started on this machine only, beside its "
-            f"--processes; expected --processes N, or, elsewhere, no --servers and in the program a gang of its own, "
+            f"--servers {where.servers} with --hosts {where.hosts}: the file says where servers are; name them there, "
+            f"such as `node1: 0,1,server`"
+        )
+    if where.servers and (where.processes is None or where.gang is not None):
+        there = "no --processes" if where.gang is None else f"--gang {where.gang}"
+        raise ArgumentError(
+            f"--servers {where.servers} with {there}: servers are started beside --processes on this machine, or on "
+            f"--hosts whose file names some; elsewhere give no --servers, and in the program a gang of its own, "
             f"parallelize(…, servers=gang)"
         )
 

@@ -149,7 +149,8 @@ class _Epoch:
         while sum(number < self._num_ranks for number in self._endings) < self._num_ranks and not self._failed():
             self._look(None)
         if not self._failed():
-            self._tell_of_idle()
+            if len(self._names) > self._num_ranks:
+                tell_of_idle(self._told, self._log)
             return None
         ending = self._endings[first_failed(self._failed, self._look, self._told)]
         name = f"{self._names[ending.number]} (pid {ending.pid})"
@@ -158,10 +159,9 @@ class _Epoch:
     def _look(self, seconds: float | None) -> None:
         for ending in self._processes.wait(timeout_seconds=seconds):
             self._endings[ending.number] = ending
-            if ending.number >= self._num_ranks and self._has_copies():
+            if ending.number >= self._num_ranks and has_copies(self._told):
                 self._spared.add(ending.number)
-                name = f"{self._names[ending.number]} (pid {ending.pid})"
-                _tell(f"{name} {ending.how}; the program has copies of what it had, and goes on", self._log)
+                tell_of_copies(f"{self._names[ending.number]} (pid {ending.pid})", ending.how, self._log)
 
     def _failed(self) -> list[tuple[int, int]]:
         """Returns number and status of those that have failed; a server that has ended before all ranks has."""
@@ -170,23 +170,6 @@ class _Epoch:
             for ending in self._endings.values()
             if (ending.status or ending.number >= self._num_ranks) and ending.number not in self._spared
         ]
-
-    def _has_copies(self) -> bool:
-        with scoped_store(self._told) as store:
-            return int(_value(store, COPIES) or b"1") > 1
-
-    def _tell_of_idle(self) -> None:
-        """Says that a program has left its servers idle."""
-        num_servers = len(self._names) - self._num_ranks
-        if num_servers:
-            with scoped_store(self._told) as store:
-                if _value(store, f"{CALLED}/0") is None:
-                    _tell(
-                        f"--servers {num_servers}: the program has ended, and no step of it has met them: give one "
-                        'strategies with Hybrid(tables="servers") or ParameterServers(), and no servers= of its own, '
-                        "or leave --servers out",
-                        self._log,
-                    )
 
 
 def repeated(run: Callable[[int], Failed | None], restarts: int, log: TextIOBase | None) -> int:
@@ -207,6 +190,28 @@ def repeated(run: Callable[[int], Failed | None], restarts: int, log: TextIOBase
             f"braidax launch: starts all again as epoch {epoch} (restart {epoch} of {restarts})\n"
         )
     return 0
+
+
+def has_copies(told: dict[str, str]) -> bool:
+    """Returns whether a step has copies of what each server has. **Arguments:** `told`: the variables of the epoch."""
+    with scoped_store(told) as store:
+        return int(_value(store, COPIES) or b"1") > 1
+
+
+def tell_of_copies(name: str, how: str, log: TextIOBase | None) -> None:
+    """Says that a server has ended, and the program goes on."""
+    _tell(f"{name} {how}; the program has copies of what it had, and goes on", log)
+
+
+def tell_of_idle(told: dict[str, str], log: TextIOBase | None) -> None:
+    """Says so where a program has left its servers idle. **Arguments:** `told`: the variables of the epoch."""
+    with scoped_store(told) as store:
+        if _value(store, f"{CALLED}/0") is None:
+            _tell(
+                f"the program has ended, and no step of it has met its {told[SERVERS]} servers: give one strategies "
+                'with Hybrid(tables="servers") or ParameterServers(), and no servers= of its own, or start no servers',
+                log,
+            )
 
 
 def check_grace(grace_seconds: float) -> None:
