@@ -62,6 +62,7 @@ def _together(given: Mapping[str, Any], told: Any, stack: ExitStack) -> dict[str
         gang = stack.enter_context(LocalGang(given["servers"])) if served and rank == 0 else None
         step = make_step(model, strategies[name], mesh, gang, stack)
         options: dict[str, Any] = {"tells": name in (AHEAD, LATE), "wait": WAIT_SECONDS if given["waits"] else 0.0}
+        options["num_steps"] = given["num_steps"]
         found[name] = Steps(step, model.batches(NUM_BATCHES), **options)
     return found
 
@@ -79,7 +80,9 @@ def _apart(given: Mapping[str, Any], told: Any, stack: ExitStack) -> dict[str, S
             meeting = Meeting.from_json(sys.stdin.readline().encode())
         strategy = bx.ParameterServers(staleness=_PACES[name])
         step = make_step(model, strategy, jax.make_mesh((1,), ("data",)), meeting.of_worker(rank), stack)
-        found[name] = Steps(step, [model.batch(size * number + rank) for number in range(NUM_BATCHES)])
+        found[name] = Steps(
+            step, [model.batch(size * number + rank) for number in range(NUM_BATCHES)], num_steps=given["num_steps"]
+        )
     return found
 
 

@@ -19,6 +19,7 @@ _GIGABIT = 1_000_000_000
 _CLAIMED = 10  # Gbit/s
 _AT = f"{_CLAIMED} Gbit/s"
 _WORKERS = 2
+_WAITING_STEPS = 12  # of which the last ones are waited for, with what they push
 
 Given = tuple[str, Sequence[Any], dict[str, Any]]
 """A model: its name, sizes of which the batch of a process is the last, and options."""
@@ -75,7 +76,8 @@ def _measure(
         network.name_hosts()
         systems: dict[str, _Workers] = {}
         for number, group in enumerate(groups):
-            given = {"model": model, "systems": group, "waits": waits, "servers": _WORKERS}
+            num_steps = _WAITING_STEPS if waits else NUM_BATCHES
+            given = {"model": model, "systems": group, "waits": waits, "servers": _WORKERS, "num_steps": num_steps}
             workers = stack.enter_context(_Workers(network, given, _PORT + number))
             systems |= dict.fromkeys(group, workers)
         for gigabit in gigabits:
@@ -96,7 +98,7 @@ class _Workers:
     """Processes, one a host. **Fields:** `sent`: bytes a step that the host which sent most has, by system."""
 
     def __init__(self, network: Network, given: dict[str, Any], port: int) -> None:
-        self._network, self.sent = network, dict[str, float]()
+        self._network, self.sent, self._num_steps = network, dict[str, float](), given["num_steps"]
         self._num_meetings = sum(name in (PS, PS_ASYNC) for name in given["systems"])
         size = len(network.hosts)
         given = {**given, "coordinator": f"{network.addresses[0]}:{port}", "size": size}
@@ -124,7 +126,7 @@ class _Workers:
             _tell(process, system)
         found = [float(self._read(process)) for process in self._processes]
         sent = [now - then for now, then in zip(self._counted(), before, strict=True)]
-        self.sent[system] = max(sent) / NUM_BATCHES
+        self.sent[system] = max(sent) / self._num_steps
         return max(found)
 
     def _counted(self) -> list[int]:

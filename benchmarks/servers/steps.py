@@ -1,5 +1,6 @@
 """Steps of LM1B in one process: tables on servers, on the devices by rows, and all gradients whole."""
 
+import itertools
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -56,11 +57,21 @@ class Steps:
     """Takes some steps, and returns what one of them took.
 
     **Arguments:** `batches`: global ones, on the host. `tells`: whether a step is told the next batch. `wait`: seconds
-    in which a step does nothing, as one whose work is an accelerator's.
+    in which a step does nothing, as one whose work is an accelerator's. `num_steps`: that are timed, of the same
+    batches again and again; None: one for each.
     """
 
-    def __init__(self, step: Any, batches: list[Any], *, tells: bool = False, wait: float = 0.0) -> None:
+    def __init__(
+        self,
+        step: Any,
+        batches: list[Any],
+        *,
+        tells: bool = False,
+        wait: float = 0.0,
+        num_steps: int | None = None,
+    ) -> None:
         self._step, self._tells, self._wait = step, tells, wait
+        self._num_steps = num_steps or len(batches)
         self._batches = [jax.tree.map(_placed, batch, step.batch_shardings) for batch in batches]
         self._state = step.init(jax.random.key(0))
         self._take_all()
@@ -69,12 +80,12 @@ class Steps:
         """Returns seconds a step, pushing included."""
         start = time.perf_counter()
         self._take_all()
-        return (time.perf_counter() - start) / len(self._batches)
+        return (time.perf_counter() - start) / self._num_steps
 
     def _take_all(self) -> None:
         metrics: Any = None
-        following = [*self._batches[1:], self._batches[0]]
-        for batch, coming in zip(self._batches, following, strict=True):
+        following = itertools.islice(itertools.cycle(self._batches), self._num_steps + 1)
+        for batch, coming in itertools.pairwise(following):
             told: dict[str, Any] = {"coming": coming} if self._tells else {}
             if self._wait:
                 told["before_apply"] = lambda: time.sleep(self._wait)

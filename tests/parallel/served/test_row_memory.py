@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from braidax.parallel.served import row_memory
-from braidax.parallel.served.row_memory import aligned, is_aligned, put_rows, sum_rows, sums_on_host, take_rows
+from braidax.parallel.served.row_memory import (
+    AdagradRows,
+    aligned,
+    is_aligned,
+    move_by_adagrad,
+    put_rows,
+    sum_rows,
+    sums_on_host,
+    take_rows,
+)
 
 SHAPES = [(), (1,), (2,), (3,), (64,), (257,), (2, 5)]  # of a row
 DTYPES = [np.float32, np.float64, jnp.bfloat16, np.int8, np.bool_]
@@ -72,6 +81,58 @@ def test_threads_add_all_columns(width: int, threads: Executor, monkeypatch: pyt
     out = np.empty((7, width), np.float32)
     sum_rows(rows, slots, out, threads)
     np.testing.assert_array_equal(out, np.stack([rows[slots == slot].sum(0) for slot in range(7)]))
+
+
+def rows_to_move(num_rows: int, width: int) -> AdagradRows:
+    """Returns rows that differ from one another."""
+    random = np.random.default_rng(3)
+    values = random.normal(size=(num_rows, width)).astype(np.float32)
+    return AdagradRows(values, random.random(num_rows).astype(np.float32), np.full(num_rows, -1))
+
+
+@pytest.mark.parametrize("width", [1, 3, 16, 50, 64])
+def test_rows_move_by_adagrad(width: int, threads: Executor) -> None:
+    """As NumPy has it in double precision, and to the same bits whatever the threads."""
+    num_rows, count = 9000, 5000
+    rows, alone = rows_to_move(num_rows, width), rows_to_move(num_rows, width)
+    random = np.random.default_rng(4)
+    ids = np.sort(random.choice(num_rows, count, replace=False))
+    gradients = random.normal(size=(count, width)).astype(np.float32)
+    kept = rows.kept.astype(float)
+    kept[ids] += np.square(gradients.astype(float)).mean(1)
+    values = rows.values.astype(float)
+    values[ids] -= 0.1 * gradients / np.sqrt(kept[ids] + 1e-3)[:, None]
+    move_by_adagrad(rows, ids, gradients, rates=(0.1, 1e-3), step=7, threads=threads)
+    np.testing.assert_allclose(rows.kept, kept, rtol=1e-6)
+    np.testing.assert_allclose(rows.values, values, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(rows.touched, np.where(np.isin(np.arange(num_rows), ids), 7, -1))
+    move_by_adagrad(alone, ids, gradients, rates=(0.1, 1e-3), step=7)
+    for one, two in zip(rows, alone, strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_adagrad_moves_nothing_where_something_does_not_fit() -> None:
+    binding: Any = row_memory.compiled()
+    rows, before = rows_to_move(4, 3), rows_to_move(4, 3)
+    ids, gradients = np.array([1, 2]), np.ones((2, 3), np.float32)
+    for at in (-1, 4, 1 << 40):
+        with pytest.raises(ValueError, match="ids of rows of the table"):
+            move_by_adagrad(rows, np.array([1, at]), gradients, rates=(0.1, 0.1), step=0)
+    numbers = 3, 0.1, 0.1, 0
+    for wrong in (
+        (rows.values[:3], rows.kept, rows.touched, ids, gradients, *numbers, 0, 2),
+        (rows.values, rows.kept[:3], rows.touched, ids, gradients, *numbers, 0, 2),
+        (rows.values, rows.kept, rows.touched[:3], ids, gradients, *numbers, 0, 2),
+        (rows.values, rows.kept, rows.touched, ids, gradients[:1], *numbers, 0, 2),
+        (*rows, ids, gradients, 0, 0.1, 0.1, 0, 0, 2),
+        (*rows, ids, gradients, *numbers, 0, 3),
+        (*rows, ids, gradients, *numbers, 2, 1),
+        (*rows, ids, gradients, *numbers, -1, 1),
+    ):
+        with pytest.raises(ValueError, match="a gradient for each id"):
+            binding.adagrad(*wrong)
+    for one, two in zip(rows, before, strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 def test_c_refuses_what_would_leave_its_buffers() -> None:

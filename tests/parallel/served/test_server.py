@@ -12,8 +12,8 @@ from braidax.errors import ArgumentError, CommError
 from braidax.parallel.given.initial import Born
 from braidax.parallel.rows import row_adagrad, row_optimizer
 from braidax.parallel.served.batch_rows import BatchRows
-from braidax.parallel.served.on_servers.server import TableServer, described
-from braidax.parallel.served.programs import TableForm, rules_of_own, table_form
+from braidax.parallel.served.on_servers.server import TableServer
+from braidax.parallel.served.programs import TableForm, described, rules_of_own, table_form
 from braidax.parallel.served.wire import packed, unpacked
 from braidax.program import trace
 
@@ -114,8 +114,8 @@ def test_one_who_pushes_may_be_ahead_where_rows_may_be_late() -> None:
     before = rows_of(server)
     assert push(server, [1], np.ones((1, WIDTH)), 0, rank=8).fields["step"] == 0
     assert push(server, [2], np.ones((1, WIDTH)), 1, rank=8).fields["step"] == 0
-    with pytest.raises(ArgumentError, match="an update of step 2 was pushed, and the tables on server 0 have seen 0"):
-        push(server, [3], np.ones((1, WIDTH)), 2, rank=8)
+    with pytest.raises(ArgumentError, match="an update of step 3 was pushed, and the tables on server 0 have seen 0"):
+        push(server, [3], np.ones((1, WIDTH)), 3, rank=8)
     assert push(server, [1], np.ones((1, WIDTH)), 0, rank=9).fields["step"] == 1
     before[1] -= 1
     np.testing.assert_allclose(rows_of(server), before, rtol=1e-6)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from braidax.errors import ArgumentError
-from braidax.parallel.served.on_servers.server import TableServer, described
+from braidax.parallel.served.on_servers.server import TableServer
+from braidax.parallel.served.programs import described
 from braidax.parallel.served.wire import packed, unpacked
 from tests.parallel.served.test_server import OPTIMIZERS, ROWS, WIDTH, ask, form_of, push, rows_of
 
@@ -59,6 +60,35 @@ def test_a_pull_waits_for_all_who_push() -> None:
     assert answer.fields["step"] == 1
     np.testing.assert_array_equal(answer.arrays["table"], rows_of(server))
     assert moved(server) == -1
+
+
+def early(server: TableServer, rank: int) -> Any:
+    """Pushes the second update, of the others of whom this server has not heard the first one."""
+    fields = {"run": "this", "tables": ["table"], "num_numbers": [0], "staged": False, "step": 1}
+    arrays = {"0/ids": np.asarray([2]), "0/gradients": np.ones((1, WIDTH), np.float32)}
+    return server.handle(rank, packed("push", fields, arrays))
+
+
+def test_a_push_that_comes_before_those_of_others_waits_for_them() -> None:
+    """A copy of a part may hear of an update when another copy has seen it, and the next one has been computed."""
+    server = of_two()
+    push(server, [2], ONES, 0, rank=2)
+    waiting = early(server, 2)
+    assert not waiting.done()
+    push(server, [2], 3 * ONES, 0, rank=1)
+    assert unpacked(waiting.result(0)).fields["step"] == 1
+    push(server, [2], 3 * ONES, 1, rank=1)
+    assert moved(server) == -2
+    assert unpacked(pull(server, 2)).fields["step"] == 2
+
+
+def test_a_push_that_comes_too_early_is_answered_when_the_others_are_gone() -> None:
+    server = of_two()
+    push(server, [2], ONES, 0, rank=2)
+    waiting = early(server, 2)
+    server.lose(1)
+    assert unpacked(waiting.result(0)).fields["step"] == 0
+    assert unpacked(pull(server, 1, rank=2)).kind == "lost"
 
 
 @pytest.mark.parametrize("lost_first", [False, True])

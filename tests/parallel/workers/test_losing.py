@@ -4,6 +4,8 @@ import os
 import random
 import signal
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -63,3 +65,19 @@ def test_without_a_copy_all_are_told() -> None:
         pids = gang.run(own_pid)
         with pytest.raises(PeerLost, match=r"server \d of 2 is lost, and its only copy of what it had of the tables"):
             trained(gang, 1, kill=lambda at: os.kill(pids[1], signal.SIGKILL) if at == 5 else None)
+
+
+def test_nobody_waits_for_others_when_a_server_is_lost_while_they_meet() -> None:
+    """One of two workers comes; the other one would within the limit of the meeting, 60 s."""
+    with LocalGang(2) as gang:
+        pids = gang.run(own_pid)
+        begun = time.monotonic()
+        with (
+            pytest.raises(PeerLost, match=r"^rank 1 .* signal 9"),
+            bx.open_meeting(gang, workers=2, timeout_seconds=60) as meeting,
+            ThreadPoolExecutor(1) as threads,
+        ):
+            meeting_worker = threads.submit(make_step, meeting.of_worker(0), size=BATCH // 2)
+            os.kill(pids[1], signal.SIGKILL)
+            meeting_worker.result()
+        assert time.monotonic() - begun < 30

@@ -1,7 +1,7 @@
 """What servers compute with the rows of a table, as programs that travel: they know nothing of the user's code."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from numpy.typing import NDArray
 
 from braidax.errors import import_extra
 from braidax.parallel.given.arrays import strong
@@ -51,7 +52,8 @@ class TableForm:
     """A table as servers have it.
 
     **Fields:** `name`. `shape`, `dtype`: of the whole table. `kept`: forms. `num_shared`: how many numbers the rows
-    share. `joins`: how the sums of several servers are put together, by `JOINS`. `programs`.
+    share. `joins`: how the sums of several servers are put together, by `JOINS`. `programs`. `adagrad`: as of
+    `RowOptimizer`; None where programs alone move rows.
     """
 
     name: str
@@ -61,6 +63,7 @@ class TableForm:
     num_shared: int
     joins: tuple[str, ...]
     programs: Programs
+    adagrad: tuple[float, float] | None = None
 
     @property
     def width(self) -> int:
@@ -70,6 +73,19 @@ class TableForm:
 
 JOINS: dict[str, np.ufunc] = {"add": np.add, "and": np.logical_and, "or": np.logical_or}
 """How sums over rows are put together."""
+
+
+def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dict[str, NDArray[np.uint8]]]:
+    """Returns forms as a request to make them has them: fields, and programs by number."""
+    fields: list[dict[str, Any]] = []
+    arrays: dict[str, NDArray[np.uint8]] = {}
+    for number, form in enumerate(forms.values()):
+        kept = [[one.name, list(one.shape), one.dtype] for one in form.kept]
+        plain = {one: getattr(form, one) for one in ("name", "dtype", "num_shared", "adagrad")}
+        fields.append({**plain, "shape": list(form.shape), "joins": list(form.joins), "kept": kept})
+        for name, program in form.programs._asdict().items():
+            arrays[f"{number}/{name}"] = np.frombuffer(program, np.uint8)
+    return fields, arrays
 
 
 class RowRules(NamedTuple):
@@ -141,7 +157,8 @@ def table_form(name: str, spec: jax.ShapeDtypeStruct, born: Program, rules: RowR
         sums=exported(lambda gradients: [one.of(gradients, ()) for one in rules.sums], values) if rules.sums else b"",
     )
     joins = tuple(one.join for one in rules.sums)
-    return TableForm(name, tuple(spec.shape), str(spec.dtype), rows.forms, len(rows.shared), joins, programs)
+    adagrad, dtype = rules.optimizer.adagrad, str(spec.dtype)
+    return TableForm(name, tuple(spec.shape), dtype, rows.forms, len(rows.shared), joins, programs, adagrad)
 
 
 class _FlatRows:

@@ -5,7 +5,7 @@ import math
 from concurrent.futures import Executor
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from braidax.cores import usable_cores
 
 _ALIGNMENT = 64
 _FEW = 16384  # rows that are not worth a second thread
+_FEW_TO_MOVE = 1024
 _SUMMED = (np.dtype(np.float32), np.dtype(np.float64))
 
 
@@ -83,6 +84,43 @@ def sum_rows(rows: NDArray[Any], slots: NDArray[np.int32], out: NDArray[Any], th
         borders = [*(width // own * part // num_parts * own for part in range(num_parts)), width]
         for _ in threads.map(lambda part: binding.sum(*given, *part), itertools.pairwise(borders)):
             pass
+
+
+class AdagradRows(NamedTuple):
+    """Rows that row-wise Adagrad moves. **Fields:** `values`: float32 `[V, D]`. `kept`: float32 `[V]`, the sum of the
+    means of squared gradients. `touched`: int64 `[V]`, the last step that has moved a row."""
+
+    values: NDArray[Any]
+    kept: NDArray[Any]
+    touched: NDArray[np.int64]
+
+
+def move_by_adagrad(
+    rows: AdagradRows,
+    ids: NDArray[np.integer[Any]],
+    gradients: NDArray[Any],
+    *,
+    rates: tuple[float, float],
+    step: int,
+    threads: Executor | None = None,
+) -> None:
+    """Moves rows by row-wise Adagrad in one pass, as it is where bindings are compiled.
+
+    **Arguments:** `ids`: `[m]`, all different. `gradients`: float32 `[m, D]`. `rates`: the learning rate, and what is
+    added below the root. `step`: of the update. `threads`: share this; None is the caller's.
+
+    **Source:** row-wise Adagrad (Gupta et al. 2014); one pass over a row for all of it, as FBGEMM's kernels take.
+    """
+    binding = compiled()
+    assert binding is not None, "the caller has asked"
+    given = *rows, _int64(ids), np.ascontiguousarray(gradients, np.float32), rows.values.shape[1], *rates, step
+    num_parts = 1 if threads is None else max(1, min(usable_cores(), len(ids) // _FEW_TO_MOVE))
+    parts = itertools.pairwise(len(ids) * part // num_parts for part in range(num_parts + 1))
+    first, *others = parts if threads is not None else [(0, len(ids))]
+    moving = [threads.submit(binding.adagrad, *given, *part) for part in others if threads is not None]
+    binding.adagrad(*given, *first)
+    for one in moving:
+        one.result()
 
 
 @cache

@@ -6,8 +6,17 @@
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 
+#include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+
+/* The same numbers whatever the processor has: no sum of products is rounded once where another rounds it twice. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define WIDE __attribute__((target_clones("avx2", "default")))
+#else
+#define WIDE
+#endif
 
 #define AHEAD 12     /* rows that are on their way */
 #define LINE 64      /* bytes of a cache line */
@@ -69,14 +78,15 @@ static PyObject *put(PyObject *self, PyObject *arguments) {
     return moved(arguments, "w*y*y*I", 1);
 }
 
-/* Adds some numbers of each row, [first, end), to those of its sum, row by row. Returns whether all slots are of sums. */
+/* Adds some numbers of each row, [first, end), to those of its sum, row by row. Returns whether all slots are of sums.
+ *
+ * A sum begins as 0 and its first row, which is not that row where it has a -0. Which have begun `begun` says. */
 #define SUM(type)                                                                                              \
-    static int sum_##type(const type *rows, const int32_t *slots, size_t count, type *sums, size_t num_sums,   \
-                          size_t width, size_t first, size_t end) {                                            \
+    WIDE static int sum_##type(const type *rows, const int32_t *slots, size_t count, type *sums, size_t num_sums,   \
+                          size_t width, size_t first, size_t end, char *begun) {                               \
         size_t num = end - first, bytes = num * sizeof(type);                                                  \
         rows += first;                                                                                         \
         sums += first;                                                                                         \
-        for (size_t i = 0; i < num_sums; i++) memset(sums + i * width, 0, bytes);                              \
         for (size_t i = 0; i < count; i++) {                                                                   \
             size_t slot = (uint32_t)slots[i], coming = i + AHEAD < count ? (uint32_t)slots[i + AHEAD] : 0;      \
             if (slot >= num_sums) return 0;                                                                    \
@@ -84,8 +94,14 @@ static PyObject *put(PyObject *self, PyObject *arguments) {
             if (i + AHEAD < count) ask_for((const char *)(rows + (i + AHEAD) * width), bytes, 0);              \
             type *restrict sum = sums + slot * width;                                                          \
             const type *restrict row = rows + i * width;                                                       \
-            for (size_t at = 0; at < num; at++) sum[at] += row[at];                                            \
+            if (begun[slot])                                                                                   \
+                for (size_t at = 0; at < num; at++) sum[at] += row[at];                                        \
+            else                                                                                               \
+                for (size_t at = 0; at < num; at++) sum[at] = (type)0 + row[at];                               \
+            begun[slot] = 1;                                                                                   \
         }                                                                                                      \
+        for (size_t i = 0; i < num_sums; i++)                                                                  \
+            if (!begun[i]) memset(sums + i * width, 0, bytes);                                                 \
         return 1;                                                                                              \
     }
 
@@ -100,17 +116,80 @@ static PyObject *sum(PyObject *self, PyObject *arguments) {
     size_t count = (size_t)slots.len / 4, bytes = (size_t)width * size;
     int valid = bytes && (size == 4 || size == 8) && slots.len % 4 == 0 && (size_t)rows.len == count * bytes &&
                 (size_t)sums.len % bytes == 0 && first <= end && end <= width;
-    if (valid) {
-        size_t num_sums = (size_t)sums.len / bytes;
+    size_t num_sums = valid ? (size_t)sums.len / bytes : 0;
+    char *begun = valid ? calloc(num_sums ? num_sums : 1, 1) : NULL;
+    if (begun) {
         Py_BEGIN_ALLOW_THREADS
-        valid = size == 4 ? sum_float(rows.buf, slots.buf, count, sums.buf, num_sums, width, first, end)
-                          : sum_double(rows.buf, slots.buf, count, sums.buf, num_sums, width, first, end);
+        valid = size == 4 ? sum_float(rows.buf, slots.buf, count, sums.buf, num_sums, width, first, end, begun)
+                          : sum_double(rows.buf, slots.buf, count, sums.buf, num_sums, width, first, end, begun);
         Py_END_ALLOW_THREADS
-    }
+        free(begun);
+    } else if (valid) PyErr_NoMemory();
     if (!valid) PyErr_SetString(PyExc_ValueError, "expected a row of 4 or 8 byte numbers for each slot, and slots of sums");
     PyBuffer_Release(&rows);
     PyBuffer_Release(&slots);
     PyBuffer_Release(&sums);
+    if (!valid || !begun) return NULL;
+    Py_RETURN_NONE;
+}
+
+#define LANES 16 /* sums of squares side by side, which are added in a fixed order */
+
+/* Moves rows [first, end) of `ids` by row-wise Adagrad. Returns whether all ids are of the table's rows. */
+WIDE static int move_by_adagrad(float *table, float *kept, int64_t *touched, size_t num_rows, const int64_t *ids,
+                                const float *gradients, size_t width, float rate, float eps, int64_t step, size_t first,
+                                size_t end) {
+    for (size_t i = first; i < end; i++)
+        if ((uint64_t)ids[i] >= num_rows) return 0;
+    for (size_t i = first; i < end; i++) {
+        if (i + AHEAD < end) {
+            size_t coming = (size_t)ids[i + AHEAD];
+            ask_for((const char *)(table + coming * width), width * sizeof(float), 1);
+            __builtin_prefetch(kept + coming, 1);
+            __builtin_prefetch(touched + coming, 1);
+        }
+        size_t id = (size_t)ids[i], at = 0;
+        const float *restrict gradient = gradients + i * width;
+        float *restrict row = table + id * width, lanes[LANES] = {0}, squares = 0;
+        for (; at + LANES <= width; at += LANES)
+            for (size_t lane = 0; lane < LANES; lane++) lanes[lane] += gradient[at + lane] * gradient[at + lane];
+        for (; at < width; at++) lanes[at % LANES] += gradient[at] * gradient[at];
+        for (size_t lane = 0; lane < LANES; lane++) squares += lanes[lane];
+        kept[id] += squares / (float)width;
+        touched[id] = step;
+        float scale = -rate * (1 / sqrtf(kept[id] + eps));
+        for (at = 0; at < width; at++) row[at] += gradient[at] * scale;
+    }
+    return 1;
+}
+
+static PyObject *adagrad(PyObject *self, PyObject *arguments) {
+    (void)self;
+    Py_buffer table, kept, touched, ids, gradients;
+    unsigned width; /* numbers in a row */
+    float rate, eps;
+    long long step;
+    Py_ssize_t first, end;
+    if (!PyArg_ParseTuple(arguments, "w*w*w*y*y*IffLnn", &table, &kept, &touched, &ids, &gradients, &width, &rate, &eps,
+                          &step, &first, &end))
+        return NULL;
+    size_t bytes = (size_t)width * sizeof(float), count = (size_t)ids.len / 8;
+    int valid = width && (size_t)table.len % bytes == 0 && ids.len % 8 == 0 &&
+                (size_t)gradients.len == count * bytes && 0 <= first && first <= end && (size_t)end <= count;
+    size_t num_rows = valid ? (size_t)table.len / bytes : 0;
+    valid = valid && (size_t)kept.len == num_rows * sizeof(float) && (size_t)touched.len == num_rows * sizeof(int64_t);
+    if (valid) {
+        Py_BEGIN_ALLOW_THREADS
+        valid = move_by_adagrad(table.buf, kept.buf, touched.buf, num_rows, ids.buf, gradients.buf, width, rate, eps,
+                                step, (size_t)first, (size_t)end);
+        Py_END_ALLOW_THREADS
+    }
+    if (!valid) PyErr_SetString(PyExc_ValueError, "expected a gradient for each id, and ids of rows of the table");
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&kept);
+    PyBuffer_Release(&touched);
+    PyBuffer_Release(&ids);
+    PyBuffer_Release(&gradients);
     if (!valid) return NULL;
     Py_RETURN_NONE;
 }
@@ -119,6 +198,7 @@ static PyMethodDef functions[] = {
     {"take", take, METH_VARARGS, NULL},
     {"put", put, METH_VARARGS, NULL},
     {"sum", sum, METH_VARARGS, NULL},
+    {"adagrad", adagrad, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -17,3 +17,17 @@ def sum(
     end: int,
     /,
 ) -> None: ...
+def adagrad(
+    table: NDArray[np.float32],
+    kept: NDArray[np.float32],
+    touched: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    gradients: NDArray[np.float32],
+    width: int,
+    rate: float,
+    eps: float,
+    step: int,
+    first: int,
+    end: int,
+    /,
+) -> None: ...

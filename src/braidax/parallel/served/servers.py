@@ -18,8 +18,7 @@ from .asking import Asking
 from .batch_rows import BatchRows
 from .meetings.joining import Joined
 from .on_servers.dense import DenseForm
-from .on_servers.server import described
-from .programs import JOINS, TableForm
+from .programs import JOINS, TableForm, described
 from .wire import Message, packed
 
 _log = logging.getLogger("braidax")
@@ -270,8 +269,11 @@ class Servers:
         values = self._empty(name, last - first)
         kept = [np.empty((last - first, *one.shape), jax.numpy.dtype(one.dtype)) for one in form.kept]
         shared: list[NDArray[Any]] = []
+        of = "all" if form.programs.settle else "one"  # reading brings rows up, and so all copies of them, to the bit
         for start, stop in self._blocks(form, first, last):
-            answers = self._asking.ask_all(lambda server, rows=(start, stop): self._asked("read", name, server, *rows))
+            answers = self._asking.ask_all(
+                lambda server, rows=(start, stop): self._asked("read", name, server, *rows), of=of
+            )
             for server, answer in enumerate(answers):
                 part = self._part(server, start, stop, first)
                 for at, leaf in enumerate((values, *kept)):

@@ -39,13 +39,15 @@ class RowOptimizer(NamedTuple):
     they would be had every step moved them, and what is kept of them, or None where only touched rows ever move.
     `update(gradients, values, rows, shared) -> (moves, rows, shared)`: for touched rows, `[m, D]` each, or `[m]` where
     there is one number a row, which have been settled; `moves` are added to the values. `alike`: where it is the same,
-    `settle` takes rows of several tables, each with its own clock; None where it does not.
+    `settle` takes rows of several tables, each with its own clock; None where it does not. `adagrad`: the learning rate
+    and `eps` of row-wise Adagrad, where it is that; servers then have a kernel for it.
     """
 
     init: Callable[[jax.Array], RowState]
     update: Callable[[jax.Array, jax.Array, Any, Any], tuple[jax.Array, Any, Any]]
     settle: Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]] | None = None
     alike: Hashable = None
+    adagrad: tuple[float, float] | None = None
 
 
 def table_optimizer(table: TableUpdate) -> RowOptimizer:
@@ -168,7 +170,7 @@ def row_adagrad(learning_rate: float, *, initial: float = 0.1, eps: float = 1e-7
         rows = rows + jnp.square(gradients).mean(1)
         return -learning_rate * gradients * jax.lax.rsqrt(rows + eps)[:, None], rows, shared
 
-    return RowOptimizer(init, update)
+    return RowOptimizer(init, update, adagrad=(float(learning_rate), float(eps)))
 
 
 def _read(optimizer: optax.GradientTransformation, dtype: Any) -> tuple[Split, TableUpdate]:

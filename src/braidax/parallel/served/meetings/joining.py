@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from collections.abc import Generator
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +18,8 @@ from .launched import call_servers, launched_servers, note_world
 from .meeting import Meeting, begin_meeting, find_meeting
 
 _TIMEOUT_SECONDS = 120.0
+_ENDED_SECONDS = 10.0  # that other servers may take to end when one is lost
+_LOOK_SECONDS = 0.2  # between looks whether servers are there, which others wait for
 
 
 class Joined(NamedTuple):
@@ -58,16 +61,13 @@ def join_with_processes(gang: Gang | None, *, copies: int = 1, timeout_seconds: 
         return _joined_launched(meeting, worker, size)
     check_gang(gang)
     assert gang is not None, "it was checked"
-    with begin_meeting(
-        gang.hosts, num_workers=size, transport=gang.transport, timeout_seconds=timeout_seconds, others=others
-    ) as meeting:
-        serving = gang.submit(serve, meeting)
-        try:
-            world = meeting.join(gang.size)
-        except (CommError, WaitTimeout):
-            if serving.done:
-                serving.result()  # which says why they have not come
-            raise
+    with (
+        begin_meeting(
+            gang.hosts, num_workers=size, transport=gang.transport, timeout_seconds=timeout_seconds, others=others
+        ) as meeting,
+        _serving(gang, meeting),
+    ):
+        world = meeting.join(gang.size)
     return Joined(world, meeting, worker, gang, size)
 
 
@@ -146,16 +146,39 @@ def open_meeting(
     check_gang(gang)
     if workers < 1:
         raise ArgumentError(f"workers={workers}: expected how many train, 1 or more")
-    with begin_meeting(
-        gang.hosts, num_workers=workers, transport=gang.transport, timeout_seconds=timeout_seconds, reach=reach
-    ) as meeting:
-        serving = gang.submit(serve, meeting)
-        try:
-            yield meeting
-        except (CommError, WaitTimeout) as error:
-            if serving.done and not isinstance(error, PeerLost):
-                serving.result()  # which says why they have not come
-            raise
+    with (
+        begin_meeting(
+            gang.hosts, num_workers=workers, transport=gang.transport, timeout_seconds=timeout_seconds, reach=reach
+        ) as meeting,
+        _serving(gang, meeting),
+    ):
+        yield meeting
+
+
+@contextlib.contextmanager
+def _serving(gang: Gang, meeting: Meeting) -> Generator[None, None, None]:
+    """Lets the ranks of a gang serve. Where some of those who are to meet will not come, nobody waits for them."""
+    serving, left = gang.submit(serve, meeting), threading.Event()
+
+    def watch() -> None:
+        while not (serving.done or gang.lost):
+            if left.wait(_LOOK_SECONDS):
+                return
+        meeting.give_up("a server has ended")
+
+    watching = threading.Thread(target=watch, name="braidax-meeting")
+    watching.start()
+    try:
+        yield
+    except (CommError, WaitTimeout) as error:
+        if (serving.done or gang.lost) and not isinstance(error, PeerLost):
+            with contextlib.suppress(WaitTimeout):
+                serving.result(timeout_seconds=_ENDED_SECONDS)  # which says why they have not come
+        raise
+    finally:
+        left.set()
+        watching.join()
+        meeting.give_up("those who train do not come any more")
 
 
 def check_gang(gang: Any) -> None:

@@ -10,9 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from braidax.comm import Communicator, TcpStore, TcpStoreServer, connect
+from braidax.comm.rendezvous import give_up_meeting
 from braidax.connections.coordination import Coordination
 from braidax.connections.hosts import host_addresses
-from braidax.errors import ArgumentError, CommError
+from braidax.errors import ArgumentError, CommError, WaitTimeout
+
+_STORE_SECONDS = 10.0  # a store is there before anybody is told of it, and one that is not there any more stays away
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,8 +44,7 @@ class Meeting:
 
     def join(self, rank: int) -> Communicator:
         """Joins the world, once all others do. **Raises:** as `connect`."""
-        host, _, port = self.address.rpartition(":")
-        with TcpStore(host, int(port), secret=self.secret, timeout_seconds=self.timeout_seconds) as store:
+        with self._store() as store:
             return connect(
                 store,
                 rank=rank,
@@ -52,6 +54,19 @@ class Meeting:
                 on_loss="peer",
                 timeout_seconds=self.timeout_seconds,
             )
+
+    def give_up(self, reason: str) -> None:
+        """Lets those raise `Aborted` who wait in `join` for others. **Arguments:** `reason`: why not all will come."""
+        with (
+            contextlib.suppress(CommError, WaitTimeout),
+            self._store() as store,
+        ):  # nobody meets in a store that is gone
+            give_up_meeting(store, job=self.job, epoch=0, reason=reason)
+
+    def _store(self) -> TcpStore:
+        host, _, port = self.address.rpartition(":")
+        seconds = min(self.timeout_seconds, _STORE_SECONDS)
+        return TcpStore(host, int(port), secret=self.secret, timeout_seconds=seconds)
 
     def to_json(self) -> bytes:
         """Returns it for the other processes of a job."""

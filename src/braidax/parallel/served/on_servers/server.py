@@ -102,7 +102,7 @@ class TableServer:
             programs = Programs(*(message.arrays[f"{number}/{one}"].tobytes() for one in Programs._fields))
             kept = tuple(KeptForm(name, tuple(shape), dtype) for name, shape, dtype in fields["kept"])
             given: dict[str, Any] = {**fields, "kept": kept, "programs": programs}
-            given |= {one: tuple(fields[one]) for one in ("shape", "joins")}
+            given |= {one: tuple(fields[one]) for one in ("shape", "joins", "adagrad") if fields[one] is not None}
             form = TableForm(**given)
             try:
                 self._shards[form.name] = Shard(form, self._rank, self._size, self._threads, disk)
@@ -196,7 +196,9 @@ class TableServer:
         if self._holder is not None and rank != self._holder:
             return self._later(0, rank, message)
         step, fields, arrays = int(message.fields["step"]), message.fields, message.arrays
-        if self._updates.is_taken(rank, step):
+        if self._updates.is_early(step) and self._gone is None:
+            return self._later(self._updates.step + 1, rank, message)
+        if self._updates.is_taken(rank, step) or self._gone is not None:
             return packed("pushed", {"step": self._updates.step})
         update = self._update_of(rank, message)
         if rank not in update.told:
@@ -384,16 +386,3 @@ class TableServer:
         if name not in self._shards:
             raise ArgumentError(f"table {name!r} is not on the servers: expected one of {[*self._shards]}")
         return self._shards[name]
-
-
-def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dict[str, NDArray[np.uint8]]]:
-    """Returns forms as a request to make them has them: fields, and programs by number."""
-    fields: list[dict[str, Any]] = []
-    arrays: dict[str, NDArray[np.uint8]] = {}
-    for number, form in enumerate(forms.values()):
-        kept = [[one.name, list(one.shape), one.dtype] for one in form.kept]
-        plain = {one: getattr(form, one) for one in ("name", "dtype", "num_shared")}
-        fields.append({**plain, "shape": list(form.shape), "joins": list(form.joins), "kept": kept})
-        for name, program in form.programs._asdict().items():
-            arrays[f"{number}/{name}"] = np.frombuffer(program, np.uint8)
-    return fields, arrays

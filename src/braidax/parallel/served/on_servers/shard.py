@@ -1,6 +1,7 @@
 """A server's part of a table: its rows in host memory, and the programs that move them."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple, final
@@ -9,14 +10,24 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.cores import usable_cores
 from braidax.errors import ArgumentError
 from braidax.parallel.served.files.row_files import RowFiles
 from braidax.parallel.served.programs import JOINS, TableForm
-from braidax.parallel.served.row_memory import aligned, is_aligned, put_rows, take_rows
+from braidax.parallel.served.row_memory import (
+    AdagradRows,
+    aligned,
+    compiled,
+    is_aligned,
+    move_by_adagrad,
+    put_rows,
+    take_rows,
+)
 
 from .dense import loaded
 
-_FEWEST = 256  # rows that a program is compiled for; numbers of rows are rounded up to powers of two
+_FEWEST = 256  # rows that a program is compiled for; numbers of rows are rounded up
+_FEW = 8192  # rows that are not worth a second thread
 _MOST = 8192  # rows that are computed at a time
 _LOOKED_AT = 1 << 20  # rows at a time, where most have not changed
 _CACHED_BYTES = 1 << 21  # of the values of these: what is taken together should stay in a cache
@@ -67,6 +78,9 @@ class Shard:
         fits = _CACHED_BYTES // max(1, form.width * dtype.itemsize)
         self._chunk = min(_MOST, max(_FEWEST, 1 << (max(1, fits).bit_length() - 1)))
         self._device = jax.local_devices(backend="cpu")[0]
+        self._num_threads = usable_cores()
+        has_kernel = compiled() is not None and dtype == np.float32
+        self._adagrad = form.adagrad if has_kernel else None
         self._rooms: list[_Room] = []  # that no thread is in
         self._begin, self._update = loaded(form.programs.begin), loaded(form.programs.update)
         self._settle = loaded(form.programs.settle) if form.programs.settle else None
@@ -175,15 +189,20 @@ class Shard:
         **Arguments:** `ids`: all different. `gradients`: `[m, D]`. `numbers`: as of `numbers_to_send`; none where the
         table has a row optimizer of its own. `step`: this one.
         """
+        if self._adagrad is not None:
+            if self._files is not None:
+                self._files.fetch([self.values, *self.kept], ids)
+            rows = AdagradRows(self.values, self.kept[0], self.touched)
+            move_by_adagrad(rows, ids, gradients, rates=self._adagrad, step=step, threads=self._threads)
+            return
         num = self.form.num_shared
         before, now, behind = (numbers[at * num : (at + 1) * num] for at in range(3)) if numbers else ([], [], [])
         if numbers and bool(numbers[-1]):
             self.settle_all(before)
         after: Sequence[Any] = behind
-        moved = self._compute(self._update, ids, now if numbers else self._shared, self._put, gradients)
+        moved = self._compute(self._update, ids, now if numbers else self._shared, self._mover(step), gradients)
         if not numbers:
             after = moved if len(ids) else self._rested()
-        self.touched[ids] = step
         self._shared = [np.array(one) for one in after]
 
     def _rested(self) -> Sequence[Any]:
@@ -252,8 +271,11 @@ class Shard:
         return next(iter(self._share_out(len(ids), compute)), [])
 
     def _share_out(self, count: int, work: Callable[[slice], Any]) -> list[Any]:
-        """Lets threads work on slices of rows. **Returns:** what `work` gives for each, in order."""
-        parts = [slice(start, min(start + self._chunk, count)) for start in range(0, count, self._chunk)]
+        """Lets threads work on slices of rows, all about as long. **Returns:** what `work` gives for each, in order."""
+        num_threads = 1 if self._threads is None else max(1, min(self._num_threads, -(-count // _FEW)))
+        num_parts = max(1, -(-count // (self._chunk * num_threads)) * num_threads)
+        borders = [count * part // num_parts for part in range(num_parts + 1)]
+        parts = [slice(*ends) for ends in itertools.pairwise(borders)] if count else []
         return list(map(work, parts) if self._threads is None or len(parts) == 1 else self._threads.map(work, parts))
 
     def _enter(self) -> _Room:
@@ -267,6 +289,16 @@ class Shard:
     def _put(self, ids: NDArray[Any], _: slice, found: Sequence[NDArray[Any]]) -> None:
         for leaf, new in zip((self.values, *self.kept), found, strict=True):
             put_rows(leaf, ids, new)
+
+    def _mover(self, step: int) -> _Done:
+        """Returns what puts rows that an update has moved. **Arguments:** `step`: of it."""
+        now = np.full(min(self._chunk, self.num_rows), step)
+
+        def put(ids: NDArray[Any], part: slice, found: Sequence[NDArray[Any]]) -> None:
+            self._put(ids, part, found)
+            put_rows(self.touched, ids, now[: len(ids)])
+
+        return put
 
     def check(self, ids: NDArray[Any], name: str) -> None:
         """Raises `ArgumentError` for numbers of rows that are not here."""
@@ -297,4 +329,7 @@ def _filled(place: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
 
 
 def _padded(count: int) -> int:
-    return max(_FEWEST, 1 << max(0, count - 1).bit_length())
+    """Returns for how many rows a program is compiled that computes so many: a power of two, or one and a half."""
+    most = max(_FEWEST, 1 << max(0, count - 1).bit_length())
+    fewer = most // 4 * 3
+    return fewer if count <= fewer and fewer > _FEWEST else most

@@ -96,6 +96,11 @@ class Updates:
             return step < self._next.get(rank, 0)
         return self.step - 1 - self._staleness <= step < self.step
 
+    def is_early(self, step: int) -> bool:
+        """Returns whether somebody pushes one update too early: another server, which it has asked, has seen it, and
+        this one has a copy of the same part that has yet to hear of others."""
+        return self._staleness is not None and self._num_workers > 1 and step == self.step + self._staleness + 1
+
     def of(self, rank: int, step: int) -> Update:
         """Returns the update that somebody pushes, not taken yet. **Raises:** `ArgumentError` for another step."""
         if self._staleness is not None and not self.step <= step <= self.step + self._staleness:
