@@ -11,6 +11,7 @@ from benchmarks.harness import Report, arguments, models, run, say
 from benchmarks.servers.applying import apply_case
 from benchmarks.servers.delta import delta_case
 from benchmarks.servers.disk import BY_FREQUENCY, disk_case
+from benchmarks.servers.disk_steps import disk_steps_case
 from benchmarks.servers.linked import linked_cases
 from benchmarks.servers.paces import paces_case
 from benchmarks.servers.recovering import recover_case
@@ -54,8 +55,12 @@ def main() -> int:
         say("disk")
         if quick:
             disk_case(report, Path.cwd(), limit_bytes=256 << 20, size=4_096, rounds=2, orders=(BY_FREQUENCY,))
+            model = models.lm1b(500_000, 64, 64)
+            disk_steps_case(report, Path.cwd(), model, limit_bytes=512 << 20, warm=4, count=4, rounds=2)
         else:
             disk_case(report, Path.cwd(), limit_bytes=1 << 30, size=32_768, rounds=12)
+            model = models.lm1b(8_388_608, 64, 512)  # two tables, 4 GiB of values
+            disk_steps_case(report, Path.cwd(), model, limit_bytes=1 << 30, warm=80, count=12, rounds=6)
     if "delta" in wanted:
         say("delta")
         sizes = (10_000, 2_048) if quick else (1_000_000, 32_768)

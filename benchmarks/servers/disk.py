@@ -63,7 +63,6 @@ def disk_case(
             for name, seconds in take_turns(systems, rounds=rounds).items():
                 report.add(case, name, "time", "ms", [1e3 * one for one in seconds], at=at)
             report.add(case, DISK, "memory taken", "MiB", [group.peak_bytes / (1 << 20)], at=at)
-    report.against("disk", case, "time", ours=DISK, peers=[MEMORY], at=[BY_FREQUENCY], at_least=0.5)
 
 
 def zipf_ids(num_rows: int, shape: tuple[int, int], *, hashed: bool) -> NDArray[np.int32]:

@@ -72,7 +72,7 @@ class Steps:
     ) -> None:
         self._step, self._tells, self._wait = step, tells, wait
         self._num_steps = num_steps or len(batches)
-        self._batches = [jax.tree.map(_placed, batch, step.batch_shardings) for batch in batches]
+        self._batches = [jax.tree.map(placed, batch, step.batch_shardings) for batch in batches]
         self._state = step.init(jax.random.key(0))
         self._take_all()
 
@@ -95,6 +95,7 @@ class Steps:
         jax.block_until_ready((self._state, metrics))
 
 
-def _placed(array: Any, sharding: Any) -> jax.Array:
+def placed(array: Any, sharding: Any) -> jax.Array:
+    """Returns a global array of a host array that all processes have."""
     host = np.asarray(array)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
