@@ -76,8 +76,8 @@ def test_a_model_nearly_all_of_which_is_sparse() -> None:
         ["hybrid, rows on devices", "≤ 340 bytes", "≤ 340 bytes", "≤ 0.272 µs"],
     ]
     assert " ".join(f"{least} {more}".split()) == (
-        "least hybrid, tables on servers: 99.3 % of the variables' bytes are in tables by rows, of which a device reads "
-        "at most 0.4 % a step; what is dense is all-reduced: no server sends it to all 8 devices"
+        "least hybrid, tables on servers: 99.3 % of the variables' bytes are in tables by rows, of which a device "
+        "reads at most 0.4 % a step; what is dense is all-reduced: no server sends it to all 8 devices"
     )
 
 

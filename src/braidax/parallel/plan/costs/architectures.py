@@ -163,7 +163,7 @@ def _row_bytes_on_wire(variable: PlannedVariable) -> int:
 
 
 def _largest_part(sizes: Sequence[int], count: int) -> int:
-    """Returns what that server has that has most, where variables are dealt out, the largest first, to who has least."""
+    """Returns what the server with most has, where variables are dealt out, the largest first, to who has least."""
     held = [0] * count
     for size in sorted(sizes, reverse=True):
         held[held.index(min(held))] += size
