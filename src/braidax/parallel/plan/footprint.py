@@ -39,12 +39,22 @@ def with_sent(plan: Plan, model: Model) -> Plan:
             return costs_of(model, variable.path, None).sent if known is None and uses is not None else known
         return round(_dense_bytes(variable, layout, sizes, model))
 
+    def num_rows(variable: PlannedVariable) -> float | None:
+        if variable.costs.alpha is not None or variable.path not in model.uses:
+            return variable.costs.num_rows
+        is_table = any(isinstance(placement, Rows | Served) for placement in variable.placements)
+        return costs_of(model, variable.path, None).num_rows if is_table else None
+
     def kept(variable: PlannedVariable, layout: Layout) -> int:
         return round(_used_bytes(variable, layout, model)) if layout.keeps else 0
 
     pairs = zip(plan.variables, layouts_of(plan), strict=True)
     counted = [
-        (one, replace(one.costs, sent_bytes=sent(one, layout), kept_bytes=kept(one, layout))) for one, layout in pairs
+        (
+            one,
+            replace(one.costs, sent_bytes=sent(one, layout), kept_bytes=kept(one, layout), num_rows=num_rows(one)),
+        )
+        for one, layout in pairs
     ]
     return replace(plan, variables=tuple(replace(one, costs=costs) for one, costs in counted))
 

@@ -10,7 +10,7 @@ from braidax.parallel.rows.touched import Touched
 
 from .layout import Axis, Layout
 from .model import Model
-from .placements import Placement, Replicated, Served
+from .placements import Placement, Replicated, Served, Wire
 from .strategies import Hybrid
 from .strategy import Choice, Strategy, shown
 
@@ -26,8 +26,8 @@ class ParameterServers:
     **Arguments:** `staleness`: 0, an update takes the gradients of all workers, and each waits for it (synchronous:
     equal to single-device training with as many microbatches). A number: the same, and a worker may read what lacks so
     many updates (bounded; stale synchronous parallel, Ho et al. 2013). None: a worker's gradients are an update by
-    themselves, and nobody waits for anybody (asynchronous). `copies`: as of `Served`. `overrides`, `row_optimizers`,
-    `touched`, `out_of_range`: as of `Hybrid`.
+    themselves, and nobody waits for anybody (asynchronous). `copies`, `wire`: as of `Served`. `overrides`,
+    `row_optimizers`, `touched`, `out_of_range`: as of `Hybrid`.
     """
 
     staleness: int | None = 0
@@ -36,6 +36,7 @@ class ParameterServers:
     row_optimizers: Mapping[str, RowOptimizer] = field(default_factory=dict[str, RowOptimizer])
     touched: Mapping[str, Touched] = field(default_factory=dict[str, Touched])
     out_of_range: Literal["as jax", "raise"] = "as jax"
+    wire: Wire | None = None
 
     def __post_init__(self) -> None:
         if self.staleness is not None and self.staleness < 0:
@@ -59,7 +60,7 @@ class ParameterServers:
             row_optimizers=self.row_optimizers,
             touched=self.touched,
             out_of_range=self.out_of_range,
-            tables=Served(copies=self.copies),
+            tables=Served(copies=self.copies, wire=self.wire),
         )
 
     def place(self, model: Model, axis: Axis, taken: Mapping[str, Layout]) -> dict[str, Choice]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from braidax.errors import ArgumentError
 
@@ -11,6 +11,8 @@ from .layout import Axis, Layout, RingAxis
 Activations = Literal["whole", "by sequence"]
 Hops = Literal["ahead", "in place"]
 Backward = Literal["again", "kept"]
+Wire = Literal["bfloat16", "int8"]
+WIRES: tuple[Wire, ...] = get_args(Wire)
 
 
 @runtime_checkable
@@ -78,15 +80,20 @@ class Served:
     `spares`: how many servers have nothing until one is lost, whose place they take: they copy what it had from others.
     `disk`: a folder on the host of each server, in whose file system it keeps its rows, and what the optimizer keeps of
     them, in files without a name that are gone with it; memory then has those that are used most. None: all are in
-    memory. No number depends on it.
+    memory. No number depends on it. `wire`: how rows that are pulled and gradients of rows that are pushed travel.
+    "bfloat16": in half the bytes. "int8": in a quarter, with one scale a row. None: as they are. Servers keep rows as
+    they are; what a gradient loses is added to the row's next one (error feedback: 1-bit SGD, Seide et al. 2014).
     """
 
     staleness: int = 0
     copies: int = 1
     spares: int = 0
     disk: str | None = None
+    wire: Wire | None = None
 
     def __post_init__(self) -> None:
+        if self.wire is not None and self.wire not in WIRES:
+            raise ArgumentError(f'wire={self.wire!r}: expected "bfloat16", "int8", or None for rows as they are')
         if self.disk is not None and not (isinstance(self.disk, str) and self.disk):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentError(f"disk={self.disk!r}: expected the path of a folder, a text, or None for memory")
         if self.copies < 1:
@@ -110,9 +117,10 @@ class Served:
         return replace(layout, fed="of servers")
 
     def __str__(self) -> str:
-        """`served`, how late, and whether on disk."""
+        """`served`, how late, whether on disk, and as what rows travel."""
         late = f", {self.staleness} late" if self.staleness else ""
-        return f"served{late}{'' if self.disk is None else ', on disk'}"
+        wire = "" if self.wire is None else f", as {self.wire}"
+        return f"served{late}{'' if self.disk is None else ', on disk'}{wire}"
 
 
 @dataclass(frozen=True, repr=False)

@@ -13,6 +13,7 @@ from braidax.errors import ArgumentError
 
 from .batch import batch_axes
 from .compiling import CompilerOption
+from .costs.architectures import compared as architectures
 from .costs.machine import in_time
 from .costs.ring import PlannedRing, planned_ring
 from .layout import Axis, Layout
@@ -92,6 +93,7 @@ class Plan:
             paragraph("compiler", f"{one.name}={one.value}: {one.why}", indent=14) for one in self.compiler_options
         ]
         ring = [] if self.ring is None else paragraph("ring", str(self.ring), indent=14)
+        compared = [] if self.pipeline else architectures(self.variables, self.axes, self.batch_axes)
         told = [paragraph(f"[{number}]", why, indent=5) for number, why in enumerate(reasons, 1)]
         return "\n".join(
             [
@@ -105,6 +107,7 @@ class Plan:
                 "",
                 *self._totals(),
                 "",
+                *([*compared, ""] if compared else []),
                 *(line for lines in told for line in lines),
             ]
         )
@@ -236,7 +239,9 @@ def make_plan(mesh: Mesh, strategies: Mapping[str, Strategy], model: Model) -> P
     """
     axes = [Axis(name, mesh.shape[name]) for name in mesh.axis_names]
     told = tuple(
-        PlannedAxis(axis.name, axis.size, repr(strategies[axis.name]) if axis.name in strategies else None)
+        PlannedAxis(axis.name, axis.size, repr(strategies[axis.name]), _rate(strategies[axis.name], axis))
+        if axis.name in strategies
+        else PlannedAxis(axis.name, axis.size, None)
         for axis in axes
     )
     taken = {path: Layout.whole(spec.shape) for path, spec in model.variables.items()}
@@ -273,12 +278,24 @@ def _ring(choices: Mapping[str, Mapping[str, Choice]]) -> PlannedRing | None:
     return next((ring for ring in rings if ring is not None), None)
 
 
+def _innermost(strategy: Any) -> Any:
+    """Returns what places all that is not by rows."""
+    while (inner := getattr(strategy, "strategy", getattr(strategy, "dense", None))) is not None:
+        strategy = inner
+    return strategy
+
+
+def _rate(strategy: Any, axis: Axis) -> float | None:
+    """Returns the bytes that a device sends in a second along an axis, where a strategy has a machine's figures."""
+    machine = getattr(_innermost(strategy), "machine", None)
+    return None if machine is None or axis.size == 1 else machine.collective(axis.name).bytes_per_second
+
+
 def _turn(strategy: Any) -> int:
     """When an axis places variables: first those that split work, then a ring, whose parts others divide further."""
     if strategy is None or not strategy.splits_batch:
         return 0
-    while (inner := getattr(strategy, "strategy", getattr(strategy, "dense", None))) is not None:
-        strategy = inner
+    strategy = _innermost(strategy)
     return 1 if isinstance(strategy, RotatedTensorParallel) else 2
 
 
@@ -291,7 +308,9 @@ def _measured(choices: Sequence[Choice]) -> Costs:
     counted = next((choice for choice in reversed(choices) if choice.alpha is not None), None)
     waits = [choice.exposed_seconds for choice in choices if choice.exposed_seconds is not None]
     costs = Costs(exposed_seconds=sum(waits) if waits else None)
-    return costs if counted is None else replace(costs, alpha=counted.alpha, sent_bytes=counted.sent_bytes)
+    if counted is None:
+        return costs
+    return replace(costs, alpha=counted.alpha, sent_bytes=counted.sent_bytes, num_rows=counted.num_rows)
 
 
 def refined(layout: Layout, placement: Placement, axis: Axis, path: str) -> Layout:

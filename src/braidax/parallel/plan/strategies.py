@@ -215,5 +215,5 @@ class Hybrid:
         if costs.by_rows < costs.whole:
             by_word: dict[str, Placement] = {"rows": Rows(), "servers": Served()}
             placement = self.tables if isinstance(self.tables, Served) else by_word[self.tables]
-            return Choice(placement, why, alpha, costs.sent)
+            return Choice(placement, why, alpha, costs.sent, num_rows=costs.num_rows)
         return replace(dense, why=why, alpha=alpha)

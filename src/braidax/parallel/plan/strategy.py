@@ -28,7 +28,8 @@ class Choice:
 
     **Fields:** `placement`, and `why`. `alpha`: the part of its rows that a step touches, where that was measured;
     `sent_bytes`: what a device then sends for them in a step. `ring`: of what may go around, what a hop takes.
-    `exposed_seconds`: that a device waits in a step for what is sent for it, by a machine's figures.
+    `exposed_seconds`: that a device waits in a step for what is sent for it, by a machine's figures. `num_rows`: how
+    many rows a device reads of it in a step, where that was measured.
     """
 
     placement: Placement
@@ -37,6 +38,7 @@ class Choice:
     sent_bytes: int | None = None
     ring: RingWork | None = None
     exposed_seconds: float | None = None
+    num_rows: float | None = None
 
 
 @runtime_checkable

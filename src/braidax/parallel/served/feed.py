@@ -206,6 +206,7 @@ class ServedFeed:
             told = sorted(map(repr, found))
             raise ArgumentError(f"tables are {' and '.join(told)}: expected the same for all that are on servers")
         self.placement = found.pop()
+        _check_wire(self.placement, self.tables)
         self._own = {name: own for name in self.tables if (own := options.own(name)) is not None}
         self._split = options.split(self.tables)
         self._update = DenseUpdate(self._split, self.tables, lambda wanted, known, totals: totals)
@@ -358,6 +359,16 @@ class ServedFeed:
                 f"training has no such state: read tables by step.table(name)"
             )
         return self._update.state
+
+
+def _check_wire(placement: Served, tables: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises `ArgumentError` where rows are to travel in fewer bits that are not float32."""
+    others = [name for name, spec in tables.items() if spec.dtype != np.float32]
+    if placement.wire is not None and others:
+        raise ArgumentError(
+            f"wire={placement.wire!r} of Served, and {join('params', others[0])} is {tables[others[0]].dtype}: "
+            f"expected tables of float32; keep it on devices by overrides, or leave wire out"
+        )
 
 
 def is_served(variable: Any) -> bool:

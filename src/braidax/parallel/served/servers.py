@@ -13,9 +13,12 @@ from numpy.typing import NDArray
 
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
+from braidax.parallel.plan.placements import Wire
 
 from .asking import Asking
 from .batch_rows import BatchRows
+from .compressed.feedback import Feedback
+from .compressed.travelling import unpacked_rows
 from .meetings.joining import Joined
 from .on_servers.dense import DenseForm
 from .programs import JOINS, TableForm, described
@@ -56,7 +59,8 @@ class Servers:
     **Arguments:** `joined`: their world. `forms`: of the tables, by name. `staleness`: how many updates one who trains
     may be ahead of another; None: each push is an update by itself. `copies`: how many servers have each part of a
     table. `spares`: how many servers have none until one is lost. `disk`: the folder in which servers keep tables; None
-    is memory. `dense`: by server what it has whole, where those who train have nothing; gradients are then averaged.
+    is memory. `wire`: how rows travel. `dense`: by server what it has whole, where those who train have nothing;
+    gradients are then averaged.
 
     **Raises:** `ArgumentError`; what servers raise that have no room.
     """
@@ -70,12 +74,14 @@ class Servers:
         copies: int = 1,
         spares: int = 0,
         disk: str | None = None,
+        wire: Wire | None = None,
         dense: Sequence[DenseForm] = (),
     ) -> None:
         self._forms, self._dense, self._joined = forms, dense, joined
         self._world, self.num_servers = joined.world, joined.meeting.num_servers - spares
         self._num_workers, self.worker = joined.meeting.num_workers, joined.worker
         self._spares, self._closed = spares, False
+        self._wire: Wire | None = wire
         self._asking = Asking(joined, copies, spares)
         self._workers: Communicator | None = None
         try:
@@ -84,8 +90,10 @@ class Servers:
                     f"copies={copies} of Served, and there are {self.num_servers} servers"
                     f"{f' and {spares} spare ones' if spares else ''}: expected as many at least"
                 )
+            self._feedback = Feedback(forms, wire)
             self._workers = self._world.split(1) if self._num_workers > 1 else None
-            self._made = functools.partial(self._making, *described(forms), {"staleness": staleness, "disk": disk})
+            more = {"staleness": staleness, "disk": disk, "wire": wire}
+            self._made = functools.partial(self._making, *described(forms), more)
             self._first_asks(self._made)
         except BaseException:
             self.close(others="leave")
@@ -160,8 +168,13 @@ class Servers:
 
     def bear(self, key: jax.Array) -> None:
         """Makes the first rows of all tables; all processes call it. **Arguments:** `key`: that the step is given."""
+        self.forget()
         data = np.asarray(jax.random.key_data(key))
         self._first_asks(lambda part: self._asking.packed("bear", part, {}, {"key": data}))
+
+    def forget(self) -> None:
+        """Begins anew with what gradients of this process lose on their way: other rows come."""
+        self._feedback.forget()
 
     def pull(self, batch: Mapping[str, BatchRows], *, known: Rows | None = None, at_least: int = 0) -> Rows:
         """Returns rows as they are now, and what servers have whole.
@@ -188,7 +201,11 @@ class Servers:
             if self._dense:
                 whole |= {name: answer.arrays[f"dense/{at}"] for at, name in enumerate(self._dense[server].names)}
             for name, rows in batch.items():
-                rows.put(values[name], server, answer.arrays[name], answer.arrays.get(f"{name}/changed"))
+                changed = answer.arrays.get(f"{name}/changed")
+                expected = self._empty(name, len(rows.asked(server) if changed is None else changed))
+                told = f"rows of {name} that server {server} has sent"
+                found = unpacked_rows(answer.arrays, name, self._wire, expected, told)
+                rows.put(values[name], server, found, changed)
         return Rows(min(int(answer.fields["step"]) for answer in answers), values, whole)
 
     def stage(
@@ -198,8 +215,9 @@ class Servers:
 
         All processes call it. **Arguments:** as of `push`, which moves the rows.
         """
+        sent = self._sent(batch, gradients)
         self._asking.ask_all(
-            lambda part: self._asking.packed("stage", part, *self._gradients(batch, gradients, step, part)), of="all"
+            lambda part: self._asking.packed("stage", part, *self._gradients(batch, sent, step, part)), of="all"
         )
         self.meet()
         answers = self._asking.ask_all(lambda part: self._asking.packed("sums", part, {"step": step}))
@@ -227,11 +245,12 @@ class Servers:
         """
         told = {f"{at}/{one}": number for at, name in enumerate(batch) for one, number in enumerate(numbers[name])}
         more = {"num_numbers": [len(numbers[name]) for name in batch], "staged": gradients is None}
+        sent = None if gradients is None else self._sent(batch, gradients)
 
         def update(server: int) -> list[Any]:
-            if gradients is None:
+            if sent is None:
                 return self._asking.packed("push", server, {"step": step, **more}, told)
-            fields, arrays = self._gradients(batch, gradients, step, server)
+            fields, arrays = self._gradients(batch, sent, step, server)
             if self._dense and whole is not None:
                 own = self._dense[server]
                 arrays |= {f"dense/{at}": whole[own.names[one]] for at, one in enumerate(own.moved)}
@@ -240,14 +259,20 @@ class Servers:
 
         return min(int(answer.fields["step"]) for answer in self._asking.ask_all(update, of="all"))
 
+    def _sent(
+        self, batch: Mapping[str, BatchRows], gradients: Mapping[str, NDArray[Any]]
+    ) -> dict[str, dict[str, NDArray[Any]]]:
+        """Returns gradients as they travel, by table; all servers are told of the same."""
+        return self._feedback.packed({name: rows.unique for name, rows in batch.items()}, gradients)
+
     def _gradients(
-        self, batch: Mapping[str, BatchRows], gradients: Mapping[str, NDArray[Any]], step: int, server: int
+        self, batch: Mapping[str, BatchRows], sent: Mapping[str, Mapping[str, NDArray[Any]]], step: int, server: int
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns what a server is told of gradients: fields and arrays."""
         arrays: dict[str, Any] = {}
         for at, (name, rows) in enumerate(batch.items()):
             arrays[f"{at}/ids"] = rows.asked(server)
-            arrays[f"{at}/gradients"] = rows.of_server(gradients[name], server)
+            arrays |= {f"{at}/{one}": rows.of_server(array, server) for one, array in sent[name].items()}
         return {"tables": [*batch], "step": step}, arrays
 
     # Tables as they are kept elsewhere
@@ -283,6 +308,7 @@ class Servers:
 
     def write(self, name: str, part: TablePart, step: int) -> None:
         """Puts rows in place of what servers have. **Arguments:** `step`: how many updates they have seen."""
+        self.forget()
         form, first = self._forms[name], part.first
         shared = {f"shared/{at}": number for at, number in enumerate(part.shared)}
 

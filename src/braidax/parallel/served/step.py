@@ -80,6 +80,7 @@ class ServedStep:
             copies=placement.copies,
             spares=placement.spares,
             disk=placement.disk,
+            wire=placement.wire,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
         self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")

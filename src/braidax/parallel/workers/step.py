@@ -82,7 +82,14 @@ class WorkerStep:
         dense = dense_forms(work, num_servers_of(servers))  # before others wait for this one
         joined = join_alone(servers, copies=strategy.copies)
         self.worker, self.num_workers = joined.worker, joined.meeting.num_workers
-        self._servers = Servers(joined, self._forms, staleness=strategy.staleness, copies=strategy.copies, dense=dense)
+        self._servers = Servers(
+            joined,
+            self._forms,
+            staleness=strategy.staleness,
+            copies=strategy.copies,
+            wire=strategy.wire,
+            dense=dense,
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-workers")
         self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
         self._summing = Summing(self._threads)
@@ -129,6 +136,7 @@ class WorkerStep:
         self._wait()
         self._servers.meet()
         data = self._servers.of_first(np.asarray(jax.random.key_data(state.key)))
+        self._servers.forget()
         self._adopt(self._servers.num_updates())
         self._servers.meet()
         key, on = jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(state.key)), self._form.shardings

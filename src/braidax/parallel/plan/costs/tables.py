@@ -20,13 +20,14 @@ MEMORY = 16
 class Costs:
     """Bytes that a device sends in a step. Where there is one device, which sends nothing, those that it moves.
 
-    **Fields:** `by_rows`, `whole`, with what replayed steps cost. `sent`: by rows, without that. `words`: all of them,
-    and what was counted.
+    **Fields:** `by_rows`, `whole`, with what replayed steps cost. `sent`: by rows, without that. `num_rows`: different
+    ones that a device reads, at most or as counted. `words`: all of them, and what was counted.
     """
 
     by_rows: int
     whole: int
     sent: int
+    num_rows: float
     words: str
 
 
@@ -67,4 +68,5 @@ def costs_of(model: Model, path: str, touched: Touched | None) -> Costs:
             f"{in_words(round(in_rows))} more, those of all rows {in_words(round(in_whole))}"
         )
         by_rows, whole = by_rows + in_rows, whole + in_whole
-    return Costs(round(by_rows), round(whole), sent, words)
+    num_read = min(rows + num_shared * (num_parts - 1) / num_parts, spec.shape[0])
+    return Costs(round(by_rows), round(whole), sent, num_read, words)

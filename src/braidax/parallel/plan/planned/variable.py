@@ -8,11 +8,15 @@ from braidax.parallel.plan.placements import PLACEMENTS, Placement
 
 @dataclass(frozen=True)
 class PlannedAxis:
-    """One axis of the mesh: its `name`, its `size`, and the `strategy` it has been given, or None."""
+    """One axis of the mesh: its `name`, its `size`, and the `strategy` it has been given, or None.
+
+    `bytes_per_second`: that a device sends along it in collectives, where the strategy has the figures of a machine.
+    """
 
     name: str
     size: int
     strategy: str | None
+    bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,8 @@ class Costs:
     (0 for a table by rows: what its gradient takes depends on the rows of a batch), `state_bytes` of what the optimizer
     keeps of it. `sent_bytes`: that it sends in a step, by formula. `alpha`: the part of its rows that a step touches,
     where that was measured. `exposed_seconds`: that it waits in a step for what is sent, by a machine's figures.
-    `kept_bytes`: of what is gathered, and kept for the backward pass.
+    `kept_bytes`: of what is gathered, and kept for the backward pass. `num_rows`: how many different rows of a table by
+    rows a device reads in a step: on average where that was measured, at most where `alpha` is None.
     """
 
     held_bytes: int | None = None
@@ -33,6 +38,7 @@ class Costs:
     alpha: float | None = None
     exposed_seconds: float | None = None
     kept_bytes: int = 0
+    num_rows: float | None = None
 
 
 @dataclass(frozen=True)

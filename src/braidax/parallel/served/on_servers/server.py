@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
+from braidax.parallel.plan.placements import Wire
+from braidax.parallel.served.compressed.travelling import packed_rows, unpacked_rows, wire_from
 from braidax.parallel.served.programs import KeptForm, Programs, TableForm
 from braidax.parallel.served.wire import Message, packed, unpacked
 
@@ -47,6 +49,7 @@ class TableServer:
         self._dense: DensePart | None = None
         self._updates = Updates(f"server {rank}", num_workers, 0)
         self._staleness: int | None = 0
+        self._wire: Wire | None = None  # how rows travel
         self._averages = False  # or sums gradients, which are then of a mean already
         self._failed = ""
         self._gone: int | None = None  # who trains, without whom no update is complete any more
@@ -96,8 +99,8 @@ class TableServer:
 
     def _make(self, rank: int, message: Message) -> Any:
         """Makes room for the tables of a run, in place of what there was."""
+        disk, self._wire = message.fields.get("disk"), wire_from(message.fields.get("wire"))
         self.close()
-        disk = message.fields.get("disk")
         for number, fields in enumerate(message.fields["tables"]):
             programs = Programs(*(message.arrays[f"{number}/{one}"].tobytes() for one in Programs._fields))
             kept = tuple(KeptForm(name, tuple(shape), dtype) for name, shape, dtype in fields["kept"])
@@ -170,7 +173,7 @@ class TableServer:
             if since >= 0 and shard.rests:
                 changed = np.flatnonzero(shard.touched[ids] >= since)
                 found[f"{name}/changed"], ids = changed, ids[changed]
-            found[name] = shard.pull(ids)
+            found |= packed_rows(shard.pull(ids), name, self._wire)
         if self._dense is not None:
             found |= {f"dense/{at}": value for at, value in enumerate(self._dense.values())}
         return packed("rows", {"step": self._updates.step}, found)
@@ -308,13 +311,10 @@ class TableServer:
         given: Given = []
         for number, name in enumerate(message.fields["tables"]):
             shard, ids = self._shard(name), message.arrays[f"{number}/ids"]
-            gradients = message.arrays[f"{number}/gradients"]
             shard.check(ids, f"ids of {name}")
-            if gradients.shape != (len(ids), shard.form.width) or gradients.dtype != shard.values.dtype:
-                raise ArgumentError(
-                    f"gradients of {name} are {gradients.dtype}{list(gradients.shape)}, expected "
-                    f"{shard.values.dtype}{[len(ids), shard.form.width]}"
-                )
+            form = np.empty((len(ids), shard.form.width), shard.values.dtype)
+            told = f"gradients of {name}"
+            gradients = unpacked_rows(message.arrays, f"{number}/gradients", self._wire, form, told)
             given.append((shard, ids, gradients))
         return given
 
