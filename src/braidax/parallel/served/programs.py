@@ -14,8 +14,9 @@ from braidax.errors import import_extra
 from braidax.parallel.given.arrays import strong
 from braidax.parallel.rows import Now, RowOptimizer, Sum, TableUpdate, kept_besides, table_optimizer
 from braidax.parallel.rows.dense_update import DenseUpdate, Numbers
-from braidax.program import Program, named_leaves
+from braidax.program import Program, named_leaves, rows_alone
 
+_MOST_ROWS = 2**31 - 1  # ids are int32
 _PLATFORMS = ("cpu",)  # servers compute with what is in their host memory
 
 
@@ -33,12 +34,14 @@ class Programs(NamedTuple):
 
     They take and give arrays of `m` rows, `values [m, D]` and what is kept of them, and numbers that all rows share.
 
-    **Fields:** `born`: `key data -> table`. `begin`: `values -> (*kept, *shared)`. `update`: `(gradients, values,
+    **Fields:** `rows`: `(key data, ids [m]) -> first rows [m, D]`, empty where `init` makes no row by itself. `born`:
+    `key data -> table` then, and empty otherwise. `begin`: `values -> (*kept, *shared)`. `update`: `(gradients, values,
     *kept, *shared) -> (values, *kept, *shared)`. `settle`: `(values, *kept, *shared) -> (values, *kept)`, rows as they
     are once every step has moved them; empty where rows without a gradient rest. `sums`: `gradients -> (*sums)`, over
     rows, to which a row with a gradient of 0 adds nothing; empty where nobody needs one.
     """
 
+    rows: bytes
     born: bytes
     begin: bytes
     update: bytes
@@ -133,8 +136,10 @@ def table_form(name: str, spec: jax.ShapeDtypeStruct, born: Program, rules: RowR
     given = [jax.ShapeDtypeStruct((count, *one.shape), jnp.dtype(one.dtype)) for one in rows.forms]
     of_rows = (values, *given, *rows.shared)
     moves = rules.optimizer.settle is not None
+    data, of_ids, whole = _born(name, spec, born)
     programs = Programs(
-        born=exported(*_born(name, spec, born)),
+        rows=exported(of_ids, data, jax.ShapeDtypeStruct((count,), np.dtype(np.int32))) if of_ids else b"",
+        born=b"" if of_ids else exported(whole, data),
         begin=exported(rows.begin, values),
         update=exported(rows.update, values, *of_rows),
         settle=exported(rows.settle, *of_rows) if moves else b"",
@@ -190,15 +195,30 @@ class _FlatRows:
         return [leaf.reshape(leaf.shape[0], *one.shape).astype(one.dtype) for leaf, one in pairs]
 
 
-def _born(name: str, spec: jax.ShapeDtypeStruct, born: Program) -> tuple[Callable[[jax.Array], jax.Array], Any]:
-    """Returns what makes a table of the numbers of a key, and the form of these."""
+def _born(
+    name: str, spec: jax.ShapeDtypeStruct, born: Program
+) -> tuple[Any, Callable[[jax.Array, jax.Array], jax.Array] | None, Callable[[jax.Array], jax.Array]]:
+    """Returns the form of the numbers of a key, and what makes of these: first rows by ids, if anything does, and the
+    table."""
     data, impl = key_form(born.in_specs[0])
+    leaves = dict(named_leaves(born.out_specs.params))
+    at = jax.tree.leaves(_numbered(born.out_specs).params)[[*leaves].index(name)]
+    alone = rows_alone(born, at).compute
+
+    def rows(data: jax.Array, ids: jax.Array) -> jax.Array:
+        assert alone is not None, "it is asked for where rows are made by themselves"
+        found = alone(jax.random.wrap_key_data(data, impl=impl), ids)
+        return found.reshape(ids.shape[0], math.prod(spec.shape[1:]))
 
     def table(data: jax.Array) -> jax.Array:
         made = born(jax.random.wrap_key_data(data, impl=impl))
         return dict(named_leaves(made.params))[name].reshape(spec.shape)
 
-    return table, data
+    return data, rows if alone is not None and spec.shape[0] <= _MOST_ROWS else None, table
+
+
+def _numbered(tree: Any) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(tree), range(len(jax.tree.leaves(tree))))
 
 
 def key_form(key: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, Any]:

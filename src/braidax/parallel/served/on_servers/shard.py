@@ -75,12 +75,26 @@ class Shard:
 
     def bear(self, key_data: NDArray[Any]) -> None:
         """Makes the first rows, as the user's `init` makes the table. **Arguments:** `key_data`: of its key."""
-        table = np.asarray(loaded(self.form.programs.born)(key_data))
-        self.load(table.reshape(self.form.shape[0], self.form.width)[self.rank :: self.size])
+        if self.form.programs.rows:
+            rows = loaded(self.form.programs.rows)
+            self._share_out(self.num_rows, lambda part: self._bear(rows, key_data, part))
+            self._anew()
+        else:
+            table = np.asarray(loaded(self.form.programs.born)(key_data))
+            self.load(table.reshape(self.form.shape[0], self.form.width)[self.rank :: self.size])
+
+    def _bear(self, program: Any, key_data: NDArray[Any], part: slice) -> None:
+        count, last = part.stop - part.start, self.form.shape[0] - 1
+        ids = self.rank + self.size * np.arange(part.start, part.start + _padded(count))
+        with jax.default_device(self._device):
+            self.values[part] = np.asarray(program(key_data, np.minimum(ids, last).astype(np.int32)))[:count]
 
     def load(self, values: NDArray[Any]) -> None:
         """Begins with other rows, of which the optimizer keeps what it keeps at first."""
         self.values[:] = values
+        self._anew()
+
+    def _anew(self) -> None:
         self.touched[:] = -1
         self.begun += 1
         for start in range(0, self.num_rows, self._chunk):
