@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from braidax.errors import import_extra
+from braidax.errors import ArgumentError, import_extra
 from braidax.parallel.given.arrays import strong
+from braidax.parallel.plan.placements import Seen
 from braidax.parallel.rows import Now, RowOptimizer, Sum, TableUpdate, kept_besides, table_optimizer
 from braidax.parallel.rows.dense_update import DenseUpdate, Numbers
-from braidax.program import Program, named_leaves, rows_alone
+from braidax.program import Program, RowsAlone, named_leaves, rows_alone
 
 _MOST_ROWS = 2**31 - 1  # ids are int32
 _PLATFORMS = ("cpu",)  # servers compute with what is in their host memory
@@ -54,7 +55,7 @@ class TableForm:
     """A table as servers have it.
 
     **Fields:** `name`. `shape`, `dtype`: of the whole table. `kept`: forms. `num_shared`: how many numbers the rows
-    share. `joins`: how the sums of several servers are put together, by `JOINS`. `programs`.
+    share. `joins`: how the sums of several servers are put together, by `JOINS`. `programs`. `seen`: if it grows.
     """
 
     name: str
@@ -64,6 +65,7 @@ class TableForm:
     num_shared: int
     joins: tuple[str, ...]
     programs: Programs
+    seen: Seen | None = None
 
     @property
     def width(self) -> int:
@@ -201,9 +203,7 @@ def _born(
     """Returns the form of the numbers of a key, and what makes of these: first rows by ids, if anything does, and the
     table."""
     data, impl = key_form(born.in_specs[0])
-    leaves = dict(named_leaves(born.out_specs.params))
-    at = jax.tree.leaves(_numbered(born.out_specs).params)[[*leaves].index(name)]
-    alone = rows_alone(born, at).compute
+    alone = _alone(name, born).compute
 
     def rows(data: jax.Array, ids: jax.Array) -> jax.Array:
         assert alone is not None, "it is asked for where rows are made by themselves"
@@ -215,6 +215,31 @@ def _born(
         return dict(named_leaves(made.params))[name].reshape(spec.shape)
 
     return data, rows if alone is not None and spec.shape[0] <= _MOST_ROWS else None, table
+
+
+def _alone(name: str, born: Program) -> RowsAlone:
+    names = [path for path, _ in named_leaves(born.out_specs.params)]
+    return rows_alone(born, jax.tree.leaves(_numbered(born.out_specs).params)[names.index(name)])
+
+
+def growing(form: TableForm, seen: Seen, born: Program) -> TableForm:
+    """Returns the form of a table of which servers have the rows that were seen.
+
+    **Raises:** `ArgumentError` where a row that was not seen is not its first value, or nobody can tell that.
+    """
+    told = f"seen={seen} of Served, and {form.name}, {form.dtype}{list(form.shape)},"
+    if not form.programs.rows:
+        raise ArgumentError(
+            f"{told} has rows that init makes from others: {_alone(form.name, born).why}; expected rows that are made "
+            f"each by itself, such as jax.random.normal(key, shape), or seen=None and room for all rows"
+        )
+    if form.programs.settle:
+        raise ArgumentError(
+            f"{told} has an optimizer that moves rows without a gradient (momentum, weight decay): expected one whose "
+            f"rows rest, such as optax.sgd, optax.adagrad or parallel.row_adagrad by Hybrid(row_optimizers=…), or "
+            f"seen=None"
+        )
+    return replace(form, seen=seen)
 
 
 def _numbered(tree: Any) -> Any:

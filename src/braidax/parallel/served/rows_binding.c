@@ -132,8 +132,10 @@ typedef struct {
 } map;
 
 static inline uint32_t hash_of(const map *map, int64_t id) {
+    uint64_t spread = (uint64_t)id * 0x9e3779b97f4a7c15u; /* one to one: ids that have most bytes alike no more have */
+    spread ^= spread >> 32;
     uint32_t hash = 0;
-    for (int byte = 0; byte < 8; byte++) hash ^= map->table[256 * byte + ((uint64_t)id >> 8 * byte & 255)];
+    for (int byte = 0; byte < 8; byte++) hash ^= map->table[256 * byte + (spread >> 8 * byte & 255)];
     return hash;
 }
 

@@ -18,7 +18,7 @@ from .asking import Asking
 from .batch_rows import BatchRows
 from .meetings.joining import Joined
 from .on_servers.dense import DenseForm
-from .on_servers.server import described
+from .on_servers.told import described
 from .programs import JOINS, TableForm
 from .wire import Message, packed
 
@@ -150,6 +150,14 @@ class Servers:
     def ask(self, kind: str, fields: Callable[[int], Mapping[str, Any]]) -> list[Message]:
         """Asks the servers of all parts at once. **Arguments:** `fields`: of the question for a part."""
         return self._asking.ask_all(lambda part: self._asking.packed(kind, part, fields(part)))
+
+    def tell(self, kind: str, fields: Mapping[str, Any], arrays: Callable[[int], Mapping[str, Any]]) -> None:
+        """Tells all servers at once. **Arguments:** `kind`, `fields`: what. `arrays`: for those who have a part."""
+        self._asking.ask_all(lambda part: self._asking.packed(kind, part, fields, arrays(part)), of="all")
+
+    def first_tells(self, kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Lets the first process tell all servers, while all others wait; all call it."""
+        self._first_asks(lambda part: self._asking.packed(kind, part, fields, arrays))
 
     def _first_asks(self, question: Callable[[int], list[Any]]) -> None:
         """Lets the first process ask all servers, while all others wait."""

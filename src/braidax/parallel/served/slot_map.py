@@ -63,17 +63,6 @@ class SlotMap:
         self._call("remove", ids, np.empty(len(ids), np.int32))
         self._count -= len(ids)
 
-    def items(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Returns all ids, in order, and their slots."""
-        if self._dict is not None:
-            ids = np.array([*self._dict], np.int64)
-            slots = np.array([*self._dict.values()], np.int32)
-        else:
-            used = self._entries[self._entries["id"] >= 0]
-            ids, slots = used["id"].copy(), used["slot"].copy()
-        order = np.argsort(ids)
-        return ids[order], slots[order]
-
     def _grow(self, count: int) -> None:
         size = len(self._entries)
         while int(self._load * size) < count:
@@ -105,6 +94,11 @@ class Slots:
     def end(self) -> int:
         """The first slot that was never handed out."""
         return self._next
+
+    @property
+    def num_free(self) -> int:
+        """How many slots were given back, and not handed out again."""
+        return sum(map(len, self._free))
 
     def take(self, count: int) -> NDArray[np.int32]:
         """Hands slots out. **Raises:** `ValueError` where there are none left."""

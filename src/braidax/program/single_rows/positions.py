@@ -1,4 +1,4 @@
-"""Where elements of large arrays are: numbers below 2^64, as two words of 32 bits, as JAX has no wider ones by default."""
+"""Where elements of large arrays are: numbers below 2^64, as two words of 32 bits, since JAX has no wider ones."""
 
 from typing import Any, NamedTuple
 
