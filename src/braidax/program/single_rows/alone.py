@@ -47,7 +47,7 @@ def rows_alone(program: Program, output: int) -> RowsAlone:
 
     def compute(*inputs_and_ids: Any) -> jax.Array:
         *inputs, ids = inputs_and_ids
-        return _Rows(inputs, value).alone(value, Positions(jnp.uint32(0), ids.astype(jnp.uint32)))
+        return _Rows(inputs, value).alone(value, Positions(np.uint32(0), jnp.asarray(ids).astype(jnp.uint32)))
 
     specs = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in jax.tree.leaves(program.in_specs)]
     try:
