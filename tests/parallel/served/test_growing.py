@@ -3,6 +3,8 @@
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +14,8 @@ import optax
 import pytest
 
 import braidax.parallel as bx
+from braidax.checkpoint import Checkpointer, Every
+from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CallFailed
 from braidax.gang import LocalGang
 from braidax.parallel.given.initial import trace_init
@@ -113,7 +117,7 @@ def test_a_table_that_nobody_could_make(gang: LocalGang) -> None:
         {"ids": numbers.choice(every, (16, 3)), "target": numbers.normal(size=16).astype(np.float32)} for _ in range(5)
     ]
     with make_step(gang, SEEN, ADAGRAD, init=init, loss=loss, batch=specs(batches[0])) as step:
-        state = step.init(jax.random.key(5))
+        state, metrics = step.init(jax.random.key(5)), dict[str, Any]()
         for batch in batches:
             state, metrics = step.update(state, batch)
         ids, rows = step.seen_rows("words")
@@ -152,19 +156,30 @@ def test_an_update_without_room_moves_nothing(gang: LocalGang) -> None:
             np.testing.assert_array_equal(found[1], rows)
 
 
+def own_pid(comm: Communicator) -> int:
+    """Returns the process of the rank."""
+    return os.getpid()
+
+
 def test_a_server_is_lost_and_its_copies_go_on() -> None:
     with LocalGang(2) as gang, make_step(gang, SEEN) as step:
         _, expected = train(step, range(6))
         tables = {name: step.seen_rows(name) for name in ("table", "other")}
-    with LocalGang(2) as gang, make_step(gang, SEEN, copies=2) as step:
-        state, losses = train(step, range(3))
-        os.kill(gang.pids[1], signal.SIGKILL)
-        _, more = train(step, range(3, 6), state)
-        assert losses + more == expected
-        for name, (ids, rows) in tables.items():
-            found = step.seen_rows(name)
-            np.testing.assert_array_equal(found[0], ids)
-            np.testing.assert_array_equal(found[1], rows)
+    with LocalGang(2) as gang:
+        pids = gang.run(own_pid)
+        with make_step(gang, SEEN, copies=2) as step:
+            go_on(step, pids[1], expected, tables)
+
+
+def go_on(step: Any, pid: int, expected: list[float], tables: dict[str, Any]) -> None:
+    state, losses = train(step, range(3))
+    os.kill(pid, signal.SIGKILL)
+    _, more = train(step, range(3, 6), state)
+    assert losses + more == expected
+    for name, (ids, rows) in tables.items():
+        found = step.seen_rows(name)
+        np.testing.assert_array_equal(found[0], ids)
+        np.testing.assert_array_equal(found[1], rows)
 
 
 def test_what_servers_cannot_tell_is_refused(gang: LocalGang) -> None:
@@ -205,3 +220,39 @@ def test_options(options: dict[str, Any]) -> None:
 def test_what_does_not_go_with_it(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="expected disk=None and spares=0; copies=2 goes with them"):
         bx.Served(seen=SEEN, **options)
+
+
+@pytest.mark.parametrize("seen", [SEEN, bx.Seen(1000, admit_at=2, expire_after=3)], ids=["all", "admitted, and expire"])
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path, seen: bx.Seen) -> None:
+    """Saved by two servers, restored to three, and to more room; lists have another length each time."""
+    with LocalGang(2) as gang, make_step(gang, seen) as step, Checkpointer(tmp_path, Every(2)) as saver:
+        state, losses = step.init(jax.random.key(3)), list[float]()
+        for seed in range(7):
+            state, metrics = step.update(state, make_batch(seed), before_apply=saver.wait)
+            saver.update((state, step.tables))
+            losses.append(float(metrics["loss"]))
+        expected = {name: step.seen_rows(name) for name in ("table", "other")}
+    assert len(expected["table"][0]) > 0
+    more = replace(seen, capacity=2000)
+    with LocalGang(3) as gang, make_step(gang, more) as step, Checkpointer(tmp_path, Every(2)) as saver:
+        state, _ = saver.restore((step.state_specs, step.tables))
+        assert int(state.step) == 6
+        state, metrics = step.update(state, make_batch(6))
+        assert float(metrics["loss"]) == losses[6]
+        for name, (ids, rows) in expected.items():
+            found = step.seen_rows(name)
+            np.testing.assert_array_equal(found[0], ids)
+            np.testing.assert_array_equal(found[1], rows)
+
+
+def test_a_checkpoint_with_more_rows_than_have_room(tmp_path: Path, gang: LocalGang) -> None:
+    with make_step(gang, SEEN) as step, Checkpointer(tmp_path, Every(1)) as saver:
+        state, _ = train(step, range(2))
+        saver.save((state, step.tables))
+    with make_step(gang, bx.Seen(4)) as step, Checkpointer(tmp_path, Every(1)) as saver:
+        with pytest.raises(CallFailed, match="grows as seen, with capacity=4, and server"):
+            saver.restore((step.state_specs, step.tables))
+        with pytest.raises(CallFailed, match="a checkpoint was not restored to its end"):
+            step.seen_rows("table")
+        train(step, [], step.init(jax.random.key(3)))
+        assert len(step.seen_rows("table")[0]) == 0

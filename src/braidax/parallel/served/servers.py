@@ -267,6 +267,12 @@ class Servers:
         first, last = (num_rows * min(one, num) // num for one in (self.worker, self.worker + 1))
         return first, last
 
+    def all_counts(self, count: int) -> list[int]:
+        """Returns what each process that brings rows has given; all of them call it."""
+        if self._joined.bringers == 1 or self._workers is None:
+            return [count]
+        return [int(one) for one in self._workers.all_gather(np.array(count))]
+
     def brought(self) -> None:
         """Returns when all that bring rows have called it."""
         if self._joined.bringers > 1:
