@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ class NotAloneError(Exception):
     """Rows are not made each by itself; it says why, and does not leave this folder."""
 
 
+@runtime_checkable
 class Rows(Protocol):
     """Computes values, or rows of them."""
 
