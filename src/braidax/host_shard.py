@@ -19,6 +19,8 @@ class HostShard:
     from and into arrays of JAX and NumPy. As a leaf of `like` only dtype, shape and place of its content matter.
 
     **Arguments:** `value`: what this process has. `shape`: of the whole array. `start`: where `value` begins in it.
+    `share`: of a list, which may have another number of rows each time it is saved: which of how many even parts of it
+    this process gets, when it is restored. None: it restores into as many rows as it has.
 
     **Raises:** `ArgumentError` where `value` is not within.
     """
@@ -26,6 +28,7 @@ class HostShard:
     value: np.ndarray
     shape: tuple[int, ...]
     start: tuple[int, ...]
+    share: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         sizes = self.value.shape
@@ -55,4 +58,11 @@ class HostShard:
 
     def filled(self, value: np.ndarray) -> "HostShard":
         """Returns this part with another content."""
-        return HostShard(value, self.shape, self.start)
+        return HostShard(value, self.shape, self.start, self.share)
+
+    def of_list(self, num_rows: int) -> "HostShard":
+        """Returns the part of a list that this process gets, with any content. **Arguments:** `num_rows`: of all."""
+        which, parts = self.share or (0, 1)
+        first, last = (num_rows * one // parts for one in (which, which + 1))
+        rest = self.shape[1:]
+        return HostShard(np.empty((last - first, *rest), self.dtype), (num_rows, *rest), (first, *(0 for _ in rest)))

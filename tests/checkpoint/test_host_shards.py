@@ -284,6 +284,22 @@ def test_a_process_alone_has_all_of_it(tmp_path: Path) -> None:
             saver.restore({"x": shard(rows(1), 0, ROWS)})
 
 
+def test_a_list_restores_with_as_many_rows_as_it_had(tmp_path: Path) -> None:
+    """Whatever there are now; each of several processes gets an even part."""
+
+    def some(first: int, end: int, which: int = 0, parts: int = 1) -> dict[str, HostShard]:
+        return {"rows": HostShard(rows(1)[first:end], (end - first, 5), (0, 0), share=(which, parts))}
+
+    with bx.Checkpointer(tmp_path, bx.Every(1)) as saver:
+        saver.save(some(0, 77))
+        for which, (first, end) in enumerate([(0, 25), (25, 51), (51, 77)]):
+            found = saver.restore(some(0, 3, which, 3))["rows"]
+            assert (found.shape, found.start) == ((77, 5), (first, 0))
+            np.testing.assert_array_equal(found.value, rows(1)[first:end])
+        with pytest.raises(CheckpointError, match=r"float32\[77, 5\] in the checkpoint, but float32\[3, 4\]"):
+            saver.restore({"rows": HostShard(np.zeros((3, 4), np.float32), (3, 4), (0, 0), share=(0, 1))})
+
+
 def test_what_is_changed_after_update_is_saved_as_it_was(tmp_path: Path) -> None:
     table = rows(1)
     with bx.Checkpointer(tmp_path, bx.Every(1)) as saver:

@@ -18,6 +18,7 @@ from tests.parallel.test_hybrid import init, make_batch, pooled, specs
 
 CASES: dict[str, tuple[optax.GradientTransformation, tuple[str, ...]]] = {
     "adam": (optax.adam(3e-2), ()),
+    "growing": (optax.adagrad(0.3), ()),
     "clipped": (optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.3)), ("grad_norm",)),
 }
 
@@ -26,7 +27,8 @@ def numbers(case: str) -> list[float]:
     """Trains on eight devices of one process or of two, whose servers the first one has."""
     optimizer, metrics = CASES[case]
     mesh = jax.make_mesh((8,), ("data",))
-    strategies = {"data": bx.Hybrid(tables="servers")}
+    seen = bx.Seen(500, admit_at=2, expire_after=3) if case == "growing" else None
+    strategies = {"data": bx.Hybrid(tables=bx.Served(seen=seen))}
     with contextlib.ExitStack() as stack:
         servers = stack.enter_context(LocalGang(2)) if jax.process_index() == 0 else None
         made: Any = bx.parallelize(
@@ -40,9 +42,26 @@ def numbers(case: str) -> list[float]:
                 step.prepare(coming)
             state, told = step.update(state, batch)
             found += [float(told[name]) for name in ("loss", *metrics)]
+        if seen is not None:
+            return found + grown(step, state)
         found.append(float(step.evaluate(state, make_batch(5))["loss"]))
         check_published(step)
         return found + [float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(step.to_dense(state).params)]
+
+
+def grown(step: Any, state: Any) -> list[float]:
+    """All processes save their part of what is there, and put it back behind another update."""
+    saved, rows = step.tables.checkpoint_state(), {name: step.seen_rows(name) for name in ("table", "other")}
+    _, told = step.update(state, make_batch(4))
+    step.tables.restored(saved)
+    for name, (ids, values) in rows.items():
+        found = step.seen_rows(name)
+        np.testing.assert_array_equal(found[0], ids)
+        np.testing.assert_array_equal(found[1], values)
+    return [
+        float(told["loss"]),
+        *(float(number) for ids, values in rows.values() for number in (ids.sum(), values.sum())),
+    ]
 
 
 def check_published(step: Any) -> None:

@@ -19,6 +19,7 @@ from .plan.placements import Placement as Placement
 from .plan.placements import Replicated as Replicated
 from .plan.placements import Rotated as Rotated
 from .plan.placements import Rows as Rows
+from .plan.placements import Seen as Seen
 from .plan.placements import Served as Served
 from .plan.placements import Split as Split
 from .plan.plan import Plan as Plan

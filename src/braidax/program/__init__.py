@@ -99,6 +99,8 @@ from .rows import RowProgram as RowProgram
 from .rows import without_tables as without_tables
 from .samples import find_meetings as find_meetings
 from .saving import with_names_saved as with_names_saved
+from .single_rows.alone import RowsAlone as RowsAlone
+from .single_rows.alone import rows_alone as rows_alone
 from .sites import Entry as Entry
 from .sites import Site as Site
 from .sites import dims_of_value as dims_of_value

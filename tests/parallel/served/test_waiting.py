@@ -9,7 +9,7 @@ import pytest
 
 from braidax.errors import ArgumentError
 from braidax.parallel.served.on_servers.server import TableServer
-from braidax.parallel.served.programs import described
+from braidax.parallel.served.on_servers.told import described
 from braidax.parallel.served.wire import packed, unpacked
 from tests.parallel.served.test_server import OPTIMIZERS, ROWS, WIDTH, ask, form_of, push, rows_of
 

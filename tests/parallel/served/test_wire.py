@@ -16,7 +16,8 @@ from braidax.errors import ArgumentError
 from braidax.gang import LocalGang
 from braidax.parallel.served.compressed import travelling
 from braidax.parallel.served.compressed.travelling import packed_rows, unpacked_rows
-from braidax.parallel.served.on_servers.server import TableServer, described
+from braidax.parallel.served.on_servers.server import TableServer
+from braidax.parallel.served.on_servers.told import described
 from braidax.parallel.served.wire import packed
 from tests.parallel.models import copied, specs
 from tests.parallel.served.test_prepared import init as zipf_init

@@ -80,6 +80,8 @@ def match(
     ]
     for path in [path for path in values if path in entries]:
         entry, leaf = entries[path], describe(path, values[path], true_shape=shapes.get(path))
+        if _is_list(values[path]) and (leaf.dtype, leaf.shape[1:]) == (entry.leaf.dtype, entry.leaf.shape[1:]):
+            leaf = entry.leaf  # of as many rows as there are
         wants[path] = Want(entry, values[path], None, leaf.shape)
         differs = entry.padded_rows is not None and num_rows.get(path, entry.padded_rows) != entry.padded_rows
         if leaf != entry.leaf or differs:
@@ -160,6 +162,10 @@ def load(content: Content, like: Any, wants: Mapping[str, Want], open_file: Open
     return _jax.tree.unflatten(_jax.tree.structure(like), leaves)
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, HostShard) and value.share is not None
+
+
 def _load_leaf(reader: Reader, want: Want, part: Part) -> Any:
     entry, how, like, true_shape = want.entry, want.how, part.value, part.shape
     if not entry.leaf.dtype:
@@ -172,11 +178,11 @@ def _load_leaf(reader: Reader, want: Want, part: Part) -> Any:
 
     dtype = np.dtype(entry.dtype)
     read = from_row(stored, part.first)
-    read = read if like.shape == true_shape else lengthened(read, (*true_shape, *of_key), dtype)
+    read = read if like.shape == true_shape or _is_list(like) else lengthened(read, (*true_shape, *of_key), dtype)
     if isinstance(like, np.ndarray):
         return read(whole(shape))
     if isinstance(like, HostShard):
-        return shard_of(read, like)
+        return shard_of(read, like if like.share is None else like.of_list(entry.leaf.shape[0]))
     if isinstance(like, np.generic):
         return read(whole(shape))[()]
     sharding = sharding_of(like)

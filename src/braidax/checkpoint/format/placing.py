@@ -24,6 +24,7 @@ from braidax.checkpoint.snapshot.boxes import (
     within,
 )
 from braidax.checkpoint.snapshot.leaves import Part
+from braidax.errors import CheckpointError
 from braidax.host_shard import HostShard
 
 # JAX leaves some of itself unannotated.
@@ -60,7 +61,12 @@ def placed(read: Read, part: Part, how: Conversion | None) -> Any:
 
 
 def shard_of(read: Read, like: HostShard) -> HostShard:
-    """Reads what this process has of a host array."""
+    """Reads what this process has of a host array. **Raises:** `CheckpointError` for a list of any length."""
+    if like.share is not None:
+        raise CheckpointError(
+            f"a HostShard with share={like.share} stands for a list of any length: expected a checkpoint of this "
+            f"library to restore it from"
+        )
     return like.filled(np.empty_like(like.value) if like.is_empty else read(like.box))
 
 

@@ -68,6 +68,31 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """Servers have the rows of ids that updates have read, and no others: a table grows with them.
+
+    A row that is not there is its first value, as `init` makes it; so the table itself is never made, and may have up
+    to 2^31 - 1 rows. Rows must begin each by itself, and rest while they have no gradient.
+
+    **Arguments:** `capacity`: how many rows of a table there is room for, on all servers; each has an even part of it.
+    `admit_at`: a row gets room at that update that reads its id; gradients before are dropped, and only counted, for as
+    many ids as there is room for rows. `expire_after`: a row, or a count, is given up when so many updates, one after
+    the other, have not read its id; it is then its first value again. None: never.
+    """
+
+    capacity: int
+    admit_at: int = 1
+    expire_after: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("capacity", 1), ("admit_at", 1), ("expire_after", 1)):
+            value = getattr(self, name)
+            if not (name == "expire_after" and value is None) and (type(value) is not int or value < least):
+                or_none = ", or None" if name == "expire_after" else ""
+                raise ArgumentError(f"{name}={value!r} of Seen: expected a whole number, {least} or more{or_none}")
+
+
+@dataclass(frozen=True)
 class Served:
     """Servers have the table, in their host memory, and move its rows; devices have those that a batch reads.
 
@@ -83,6 +108,7 @@ class Served:
     memory. No number depends on it. `wire`: how rows that are pulled and gradients of rows that are pushed travel.
     "bfloat16": in half the bytes. "int8": in a quarter, with one scale a row. None: as they are. Servers keep rows as
     they are; what a gradient loses is added to the row's next one (error feedback: 1-bit SGD, Seide et al. 2014).
+    `seen`: of which ids servers have rows, of each table; None: of all.
     """
 
     staleness: int = 0
@@ -90,10 +116,16 @@ class Served:
     spares: int = 0
     disk: str | None = None
     wire: Wire | None = None
+    seen: Seen | None = None
 
     def __post_init__(self) -> None:
         if self.wire is not None and self.wire not in WIRES:
             raise ArgumentError(f'wire={self.wire!r}: expected "bfloat16", "int8", or None for rows as they are')
+        if self.seen is not None and (self.disk is not None or self.spares):
+            raise ArgumentError(
+                f"seen={self.seen} with disk={self.disk!r}, spares={self.spares}: tables that grow are in memory, and "
+                f"no spare server copies them yet: expected disk=None and spares=0; copies=2 goes with them"
+            )
         if self.disk is not None and not (isinstance(self.disk, str) and self.disk):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentError(f"disk={self.disk!r}: expected the path of a folder, a text, or None for memory")
         if self.copies < 1:
@@ -117,10 +149,11 @@ class Served:
         return replace(layout, fed="of servers")
 
     def __str__(self) -> str:
-        """`served`, how late, whether on disk, and as what rows travel."""
+        """`served`, how late, whether on disk, as what rows travel, and whether it grows."""
         late = f", {self.staleness} late" if self.staleness else ""
         wire = "" if self.wire is None else f", as {self.wire}"
-        return f"served{late}{'' if self.disk is None else ', on disk'}{wire}"
+        seen = "" if self.seen is None else ", as seen"
+        return f"served{late}{'' if self.disk is None else ', on disk'}{wire}{seen}"
 
 
 @dataclass(frozen=True, repr=False)

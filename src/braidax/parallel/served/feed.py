@@ -24,7 +24,7 @@ from braidax.parallel.rows.options import RowOptions
 from braidax.parallel.rows.reads import row_reads, without_rows
 from braidax.program import LeafUses, Program, join, named_leaves, of_no_rows, reads_argument, sums_below
 
-from .programs import RowRules, TableForm, rules_of_own, rules_of_split, shared_of, table_form
+from .programs import RowRules, TableForm, growing, rules_of_own, rules_of_split, shared_of, table_form
 from .row_memory import sums_on_host
 
 _SQUARES = Sum(
@@ -246,8 +246,10 @@ class ServedFeed:
         return ServedReading(program, self.tables, found, self._options, self._mesh, self._batch_axes, microbatches)
 
     def forms(self, born: Program) -> dict[str, TableForm]:
-        """Returns the tables as servers have them. **Arguments:** `born`: `key -> Born`."""
-        return {name: table_form(name, spec, born, self._rules(name)) for name, spec in self.tables.items()}
+        """Returns the tables as servers have them. **Arguments:** `born`: `key -> Born`. **Raises:** as `growing`."""
+        forms = {name: table_form(name, spec, born, self._rules(name)) for name, spec in self.tables.items()}
+        seen = self.placement.seen
+        return forms if seen is None else {name: growing(form, seen, born) for name, form in forms.items()}
 
     def _rules(self, name: str) -> RowRules:
         norm = (_SQUARES,) if self._wants_norm else ()
@@ -262,6 +264,11 @@ class ServedFeed:
     def wants_sums(self) -> bool:
         """Whether servers sum over the gradients of rows before these move."""
         return bool(self._sums) or self._wants_norm
+
+    @property
+    def stages(self) -> bool:
+        """Whether servers have all gradients of an update before a row moves: for sums, or to see if there is room."""
+        return self.wants_sums or self.placement.seen is not None
 
     def totals(self, sums: Mapping[str, Sequence[Any]]) -> tuple[dict[int, Any], Any]:
         """Returns what `apply` needs of sums, by number, and the sum of all squares, 0 where the norm is not wanted.

@@ -1,22 +1,23 @@
 """What servers compute with the rows of a table, as programs that travel: they know nothing of the user's code."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from numpy.typing import NDArray
 
-from braidax.errors import import_extra
+from braidax.errors import ArgumentError, import_extra
 from braidax.parallel.given.arrays import strong
+from braidax.parallel.plan.placements import Seen
 from braidax.parallel.rows import Now, RowOptimizer, Sum, TableUpdate, kept_besides, table_optimizer
 from braidax.parallel.rows.dense_update import DenseUpdate, Numbers
-from braidax.program import Program, named_leaves
+from braidax.program import Program, RowsAlone, named_leaves, rows_alone
 
+_MOST_ROWS = 2**31 - 1  # ids are int32
 _PLATFORMS = ("cpu",)  # servers compute with what is in their host memory
 
 
@@ -34,12 +35,14 @@ class Programs(NamedTuple):
 
     They take and give arrays of `m` rows, `values [m, D]` and what is kept of them, and numbers that all rows share.
 
-    **Fields:** `born`: `key data -> table`. `begin`: `values -> (*kept, *shared)`. `update`: `(gradients, values,
+    **Fields:** `rows`: `(key data, ids [m]) -> first rows [m, D]`, empty where `init` makes no row by itself. `born`:
+    `key data -> table` then, and empty otherwise. `begin`: `values -> (*kept, *shared)`. `update`: `(gradients, values,
     *kept, *shared) -> (values, *kept, *shared)`. `settle`: `(values, *kept, *shared) -> (values, *kept)`, rows as they
     are once every step has moved them; empty where rows without a gradient rest. `sums`: `gradients -> (*sums)`, over
     rows, to which a row with a gradient of 0 adds nothing; empty where nobody needs one.
     """
 
+    rows: bytes
     born: bytes
     begin: bytes
     update: bytes
@@ -51,19 +54,29 @@ class Programs(NamedTuple):
 class TableForm:
     """A table as servers have it.
 
-    **Fields:** `name`. `shape`, `dtype`: of the whole table. `kept`: forms. `num_shared`: how many numbers the rows
-    share. `joins`: how the sums of several servers are put together, by `JOINS`. `programs`. `adagrad`: as of
-    `RowOptimizer`; None where programs alone move rows.
+    **Fields:** `name`. `spec`: of the whole table. `kept`: forms. `num_shared`: how many numbers the rows share.
+    `joins`: how the sums of several servers are put together, by `JOINS`. `programs`. `adagrad`: as of `RowOptimizer`;
+    None where programs alone move rows. `seen`: if it grows.
     """
 
     name: str
-    shape: tuple[int, ...]
-    dtype: str
+    spec: jax.ShapeDtypeStruct
     kept: tuple[KeptForm, ...]
     num_shared: int
     joins: tuple[str, ...]
     programs: Programs
     adagrad: tuple[float, float] | None = None
+    seen: Seen | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole table."""
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> str:
+        """Of the table."""
+        return str(self.spec.dtype)
 
     @property
     def width(self) -> int:
@@ -73,19 +86,6 @@ class TableForm:
 
 JOINS: dict[str, np.ufunc] = {"add": np.add, "and": np.logical_and, "or": np.logical_or}
 """How sums over rows are put together."""
-
-
-def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dict[str, NDArray[np.uint8]]]:
-    """Returns forms as a request to make them has them: fields, and programs by number."""
-    fields: list[dict[str, Any]] = []
-    arrays: dict[str, NDArray[np.uint8]] = {}
-    for number, form in enumerate(forms.values()):
-        kept = [[one.name, list(one.shape), one.dtype] for one in form.kept]
-        plain = {one: getattr(form, one) for one in ("name", "dtype", "num_shared", "adagrad")}
-        fields.append({**plain, "shape": list(form.shape), "joins": list(form.joins), "kept": kept})
-        for name, program in form.programs._asdict().items():
-            arrays[f"{number}/{name}"] = np.frombuffer(program, np.uint8)
-    return fields, arrays
 
 
 class RowRules(NamedTuple):
@@ -149,16 +149,18 @@ def table_form(name: str, spec: jax.ShapeDtypeStruct, born: Program, rules: RowR
     given = [jax.ShapeDtypeStruct((count, *one.shape), jnp.dtype(one.dtype)) for one in rows.forms]
     of_rows = (values, *given, *rows.shared)
     moves = rules.optimizer.settle is not None
+    data, of_ids, whole = _born(name, spec, born)
     programs = Programs(
-        born=exported(*_born(name, spec, born)),
+        rows=exported(of_ids, data, jax.ShapeDtypeStruct((count,), np.dtype(np.int32))) if of_ids else b"",
+        born=b"" if of_ids else exported(whole, data),
         begin=exported(rows.begin, values),
         update=exported(rows.update, values, *of_rows),
         settle=exported(rows.settle, *of_rows) if moves else b"",
         sums=exported(lambda gradients: [one.of(gradients, ()) for one in rules.sums], values) if rules.sums else b"",
     )
     joins = tuple(one.join for one in rules.sums)
-    adagrad, dtype = rules.optimizer.adagrad, str(spec.dtype)
-    return TableForm(name, tuple(spec.shape), dtype, rows.forms, len(rows.shared), joins, programs, adagrad)
+    table = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+    return TableForm(name, table, rows.forms, len(rows.shared), joins, programs, rules.optimizer.adagrad)
 
 
 class _FlatRows:
@@ -207,15 +209,53 @@ class _FlatRows:
         return [leaf.reshape(leaf.shape[0], *one.shape).astype(one.dtype) for leaf, one in pairs]
 
 
-def _born(name: str, spec: jax.ShapeDtypeStruct, born: Program) -> tuple[Callable[[jax.Array], jax.Array], Any]:
-    """Returns what makes a table of the numbers of a key, and the form of these."""
+def _born(
+    name: str, spec: jax.ShapeDtypeStruct, born: Program
+) -> tuple[Any, Callable[[jax.Array, jax.Array], jax.Array] | None, Callable[[jax.Array], jax.Array]]:
+    """Returns the form of the numbers of a key, and what makes of these: first rows by ids, if anything does, and the
+    table."""
     data, impl = key_form(born.in_specs[0])
+    alone = _alone(name, born).compute
+
+    def rows(data: jax.Array, ids: jax.Array) -> jax.Array:
+        assert alone is not None, "it is asked for where rows are made by themselves"
+        found = alone(jax.random.wrap_key_data(data, impl=impl), ids)
+        return found.reshape(ids.shape[0], math.prod(spec.shape[1:]))
 
     def table(data: jax.Array) -> jax.Array:
         made = born(jax.random.wrap_key_data(data, impl=impl))
         return dict(named_leaves(made.params))[name].reshape(spec.shape)
 
-    return table, data
+    return data, rows if alone is not None and spec.shape[0] <= _MOST_ROWS else None, table
+
+
+def _alone(name: str, born: Program) -> RowsAlone:
+    names = [path for path, _ in named_leaves(born.out_specs.params)]
+    return rows_alone(born, jax.tree.leaves(_numbered(born.out_specs).params)[names.index(name)])
+
+
+def growing(form: TableForm, seen: Seen, born: Program) -> TableForm:
+    """Returns the form of a table of which servers have the rows that were seen.
+
+    **Raises:** `ArgumentError` where a row that was not seen is not its first value, or nobody can tell that.
+    """
+    told = f"seen={seen} of Served, and {form.name}, {form.dtype}{list(form.shape)},"
+    if not form.programs.rows:
+        raise ArgumentError(
+            f"{told} has rows that init makes from others: {_alone(form.name, born).why}; expected rows that are made "
+            f"each by itself, such as jax.random.normal(key, shape), or seen=None and room for all rows"
+        )
+    if form.programs.settle:
+        raise ArgumentError(
+            f"{told} has an optimizer that moves rows without a gradient (momentum, weight decay): expected one whose "
+            f"rows rest, such as optax.sgd, optax.adagrad or parallel.row_adagrad by Hybrid(row_optimizers=…), or "
+            f"seen=None"
+        )
+    return replace(form, seen=seen)
+
+
+def _numbered(tree: Any) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(tree), range(len(jax.tree.leaves(tree))))
 
 
 def key_form(key: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, Any]:

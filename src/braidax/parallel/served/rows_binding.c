@@ -194,7 +194,142 @@ static PyObject *adagrad(PyObject *self, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
+/* A map of ids to slots: open addressing, where who is further from home stays (Robin Hood, Celis 1986), so that entries
+ * lie in the order of their homes, and none is far behind the others. Hashes are of simple tabulation, with which linear
+ * probing takes expected constant time whatever the ids are (Patrascu and Thorup, 2012); its numbers are the caller's. */
+
+typedef struct {
+    int64_t id; /* below 0: nothing */
+    uint32_t hash;
+    int32_t slot;
+} entry;
+
+typedef struct {
+    entry *entries;
+    size_t size;
+    const uint32_t *table; /* 8 times 256 numbers */
+} map;
+
+static inline uint32_t hash_of(const map *map, int64_t id) {
+    uint64_t spread = (uint64_t)id * 0x9e3779b97f4a7c15u; /* one to one: ids that have most bytes alike no more have */
+    spread ^= spread >> 32;
+    uint32_t hash = 0;
+    for (int byte = 0; byte < 8; byte++) hash ^= map->table[256 * byte + (spread >> 8 * byte & 255)];
+    return hash;
+}
+
+static inline size_t home_of(const map *map, uint32_t hash) { return (size_t)((uint64_t)hash * map->size >> 32); }
+
+static inline size_t next_to(const map *map, size_t at) { return at + 1 == map->size ? 0 : at + 1; }
+
+static inline size_t distance(const map *map, size_t at) {
+    size_t home = home_of(map, map->entries[at].hash);
+    return at >= home ? at - home : at + map->size - home;
+}
+
+/* Returns where an id is, or the size of the map. */
+static size_t found(const map *map, int64_t id, size_t *probes) {
+    uint32_t hash = hash_of(map, id);
+    size_t at = home_of(map, hash);
+    for (size_t far = 0; far < map->size; far++, at = next_to(map, at)) {
+        if (probes && far + 1 > *probes) *probes = far + 1;
+        if (map->entries[at].id == id) return at;
+        if (map->entries[at].id < 0 || distance(map, at) < far) break;
+    }
+    return map->size;
+}
+
+/* Puts an entry that is not there. Returns whether there was room. */
+static int put_entry(const map *map, entry one) {
+    size_t at = home_of(map, one.hash), far = 0;
+    for (size_t step = 0; step < map->size; step++, far++, at = next_to(map, at)) {
+        entry *there = &map->entries[at];
+        if (there->id < 0) {
+            *there = one;
+            return 1;
+        }
+        size_t its = distance(map, at);
+        if (its < far) {
+            entry moved = *there;
+            *there = one;
+            one = moved;
+            far = its;
+        }
+    }
+    return 0;
+}
+
+static void take_out(const map *map, size_t at) {
+    for (size_t step = 1; step < map->size; step++) {
+        size_t next = next_to(map, at);
+        if (map->entries[next].id < 0 || distance(map, next) == 0) break;
+        map->entries[at] = map->entries[next];
+        at = next;
+    }
+    map->entries[at].id = -1;
+}
+
+typedef enum { FIND, INSERT, REMOVE } deed;
+
+/* Returns how many probes the longest search took, or -1 where a map is full or has an id already. */
+static long done(const map *map, const int64_t *ids, size_t count, int32_t *slots, deed deed) {
+    size_t probes = 0;
+    for (size_t i = 0; i < count; i++) {
+        size_t at = found(map, ids[i], &probes);
+        if (deed == INSERT) {
+            if (at < map->size || !put_entry(map, (entry){ids[i], hash_of(map, ids[i]), slots[i]})) return -1;
+            continue;
+        }
+        slots[i] = at < map->size ? map->entries[at].slot : -1;
+        if (deed == REMOVE && at < map->size) take_out(map, at);
+    }
+    return (long)probes;
+}
+
+static PyObject *in_map(PyObject *arguments, const char *format, deed deed) {
+    Py_buffer entries, table, ids, slots;
+    long probes = -1;
+    if (!PyArg_ParseTuple(arguments, format, &entries, &table, &ids, &slots)) return NULL;
+    map map = {entries.buf, (size_t)entries.len / sizeof(entry), table.buf};
+    size_t count = (size_t)ids.len / 8;
+    int valid = map.size > 0 && map.size <= UINT32_MAX && (size_t)entries.len % sizeof(entry) == 0 &&
+                table.len == 8 * 256 * 4 && ids.len % 8 == 0 && (size_t)slots.len == count * 4;
+    for (size_t i = 0; valid && i < count; i++) valid = ((const int64_t *)ids.buf)[i] >= 0;
+    if (valid) {
+        Py_BEGIN_ALLOW_THREADS
+        probes = done(&map, ids.buf, count, slots.buf, deed);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&entries);
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&ids);
+    PyBuffer_Release(&slots);
+    if (probes < 0) {
+        PyErr_SetString(PyExc_ValueError, "expected ids of 0 or more, a slot for each, and room for those that are new");
+        return NULL;
+    }
+    return PyLong_FromLong(probes);
+}
+
+static PyObject *find(PyObject *self, PyObject *arguments) {
+    (void)self;
+    return in_map(arguments, "y*y*y*w*", FIND);
+}
+
+static PyObject *insert(PyObject *self, PyObject *arguments) {
+    (void)self;
+    return in_map(arguments, "w*y*y*y*", INSERT);
+}
+
+static PyObject *take_away(PyObject *self, PyObject *arguments) {
+    (void)self;
+    return in_map(arguments, "w*y*y*w*", REMOVE);
+}
+
 static PyMethodDef functions[] = {
+    {"find", find, METH_VARARGS, NULL},
+    {"insert", insert, METH_VARARGS, NULL},
+    {"remove", take_away, METH_VARARGS, NULL},
     {"take", take, METH_VARARGS, NULL},
     {"put", put, METH_VARARGS, NULL},
     {"sum", sum, METH_VARARGS, NULL},

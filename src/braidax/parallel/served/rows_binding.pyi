@@ -1,4 +1,4 @@
-"""Moves rows of tables in C. Raises `ValueError` for buffers that do not fit."""
+"""Moves rows of tables in C, and finds their slots. Raises `ValueError` for buffers that do not fit."""
 
 from typing import Any
 
@@ -31,3 +31,12 @@ def adagrad(
     end: int,
     /,
 ) -> None: ...
+def find(
+    entries: NDArray[Any], table: NDArray[np.uint32], ids: NDArray[np.int64], slots: NDArray[np.int32], /
+) -> int: ...
+def insert(
+    entries: NDArray[Any], table: NDArray[np.uint32], ids: NDArray[np.int64], slots: NDArray[np.int32], /
+) -> int: ...
+def remove(
+    entries: NDArray[Any], table: NDArray[np.uint32], ids: NDArray[np.int64], slots: NDArray[np.int32], /
+) -> int: ...

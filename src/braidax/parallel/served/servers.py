@@ -21,7 +21,8 @@ from .compressed.feedback import Feedback
 from .compressed.travelling import unpacked_rows
 from .meetings.joining import Joined
 from .on_servers.dense import DenseForm
-from .programs import JOINS, TableForm, described
+from .on_servers.told import described
+from .programs import JOINS, TableForm
 from .wire import Message, packed
 
 _log = logging.getLogger("braidax")
@@ -147,16 +148,22 @@ class Servers:
         return value if self._workers is None else np.asarray(self._workers.broadcast(value))
 
     def _one_is_lost(self, told: str, rank: int, host: str = "") -> PeerLost:
-        return PeerLost(
-            f"a process that trains, too, is lost, and an update takes all: {told}; start all of them again, and "
-            f"they go on from the last checkpoint",
-            rank,
-            host,
+        told = (
+            f"a process that trains, too, is lost, and an update takes all: {told}; start all of them again, and they "
         )
+        return PeerLost(f"{told}go on from the last checkpoint", rank, host)
 
     def ask(self, kind: str, fields: Callable[[int], Mapping[str, Any]]) -> list[Message]:
         """Asks the servers of all parts at once. **Arguments:** `fields`: of the question for a part."""
         return self._asking.ask_all(lambda part: self._asking.packed(kind, part, fields(part)))
+
+    def tell(self, kind: str, fields: Mapping[str, Any], arrays: Callable[[int], Mapping[str, Any]]) -> None:
+        """Tells all servers at once. **Arguments:** `kind`, `fields`: what. `arrays`: for those who have a part."""
+        self._asking.ask_all(lambda part: self._asking.packed(kind, part, fields, arrays(part)), of="all")
+
+    def first_tells(self, kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Lets the first process tell all servers, while all others wait; all call it."""
+        self._first_asks(lambda part: self._asking.packed(kind, part, fields, arrays))
 
     def _first_asks(self, question: Callable[[int], list[Any]]) -> None:
         """Lets the first process ask all servers, while all others wait."""
@@ -283,6 +290,12 @@ class Servers:
         first, last = (num_rows * min(one, num) // num for one in (self.worker, self.worker + 1))
         return first, last
 
+    def all_counts(self, count: int) -> list[int]:
+        """Returns what each process that brings rows has given; all of them call it."""
+        if self._joined.bringers == 1 or self._workers is None:
+            return [count]
+        return [int(one) for one in self._workers.all_gather(np.array(count))]
+
     def brought(self) -> None:
         """Returns when all that bring rows have called it."""
         if self._joined.bringers > 1:
@@ -296,9 +309,8 @@ class Servers:
         shared: list[NDArray[Any]] = []
         of = "all" if form.programs.settle else "one"  # reading brings rows up, and so all copies of them, to the bit
         for start, stop in self._blocks(form, first, last):
-            answers = self._asking.ask_all(
-                lambda server, rows=(start, stop): self._asked("read", name, server, *rows), of=of
-            )
+            asked = functools.partial(self._asked, "read", name, start=start, stop=stop)
+            answers = self._asking.ask_all(asked, of=of)
             for server, answer in enumerate(answers):
                 part = self._part(server, start, stop, first)
                 for at, leaf in enumerate((values, *kept)):
@@ -326,10 +338,8 @@ class Servers:
 
     def read_whole(self) -> tuple[int, dict[str, NDArray[Any]]]:
         """Returns how many updates servers have seen, and what each has whole, with what is kept of it, by path."""
-        answers, found = (
-            self._asking.ask_all(lambda part: self._asking.packed("read dense", part, {})),
-            dict[str, NDArray[Any]](),
-        )
+        found = dict[str, NDArray[Any]]()
+        answers = self.ask("read dense", lambda _: {})
         for form, answer in zip(self._dense, answers, strict=True):
             found |= {one.name: answer.arrays[str(at)].copy() for at, one in enumerate(form.carry)}
         return min(int(answer.fields["step"]) for answer in answers), found

@@ -32,6 +32,7 @@ from .files.publishing import Publisher
 from .meetings.joining import join_with_processes
 from .pulling import Pulling, fed_with
 from .saved import ServedTables
+from .seen_rows import list_rows
 from .servers import Servers, TablePart
 from .summing import Summing
 
@@ -192,7 +193,7 @@ class ServedStep:
         if before_apply is not None:
             before_apply()
         totals: dict[int, Any] = {}
-        if self._feed.wants_sums:
+        if self._feed.stages:
             self._wait()
             sums = self._servers.stage(
                 rows, self._summing.summed(rows, payload, self._reading.sums_on_host), self._num_updates
@@ -262,9 +263,33 @@ class ServedStep:
         """
         if name not in self._feed.tables:
             raise ArgumentError(f"table={name!r} is not on servers, expected one of {[*self._feed.tables]}")
+        self._check_has_all_rows("step.table")
         self._wait()
         shape = self._feed.tables[name].shape
         return self._servers.read(name, 0, shape[0]).values.reshape(shape)
+
+    def seen_rows(self, name: str) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Returns the rows of a table that grows as `Seen` that are there now; all processes may call it.
+
+        **Arguments:** `name`: such as "embed". **Returns:** their ids, `[m]`, in order, and these rows, `[m, …]`.
+
+        **Raises:** `ArgumentError` for a table that has all rows, or is on no server.
+        """
+        if name not in self._feed.tables or self._forms[name].seen is None:
+            raise ArgumentError(
+                f"table={name!r} does not grow, expected one of "
+                f"{[one for one, form in self._forms.items() if form.seen is not None]}; step.table(name) reads others"
+            )
+        self._wait()
+        found = list_rows(self._servers, self._forms[name], "rows", 0, self._forms[name].shape[0])
+        return found.arrays["ids"], found.arrays["values"].reshape(-1, *self._forms[name].shape[1:])
+
+    def _check_has_all_rows(self, what: str) -> None:
+        if growing := [name for name, form in self._forms.items() if form.seen is not None]:
+            raise ArgumentError(
+                f"{what} reads or writes tables with all their rows, and {growing} grow as seen: expected "
+                f"step.seen_rows(name), which returns (ids, rows) of what is there, or step.tables in a checkpoint"
+            )
 
     def publish(self, folder: str | os.PathLike[str]) -> None:
         """Writes the tables, as of the last update, for others who read them: `read_published`, `Published`.
@@ -279,6 +304,7 @@ class ServedStep:
         **Raises:** `ArgumentError` where it cannot be written to, has files of others, or other tables. `FormatError`
         where its newest file is damaged. `PeerLost` when a server is gone.
         """
+        self._check_has_all_rows("step.publish")
         step = self._settled()
         try:
             if jax.process_index() == 0:
@@ -291,6 +317,7 @@ class ServedStep:
 
         **Arguments:** `state`: the last one. **Raises:** as `Step.to_dense`.
         """
+        self._check_has_all_rows("step.to_dense")
         self._check_state(state)
         self._feed.dense_state()
         self._wait()
@@ -312,6 +339,7 @@ class ServedStep:
 
         **Raises:** as `Step.from_dense`.
         """
+        self._check_has_all_rows("step.from_dense")
         specs = self._form.dense_specs()
         if message := difference(specs, state, "state"):
             raise ArgumentError(f"{message}: pass a state in the form of single-device training, with this optimizer")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from braidax.parallel.plan.placements import PLACEMENTS, Placement
+from braidax.parallel.plan.placements import PLACEMENTS, Placement, Seen
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ def variable_from(entry: dict[str, Any]) -> PlannedVariable:
         options: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
         }  # pyright: ignore
+        if options.get("seen") is not None:
+            options["seen"] = Seen(**options["seen"])
         placements.append(PLACEMENTS[options.pop("placement")](**options))
     made = {"shape": tuple(entry["shape"]), "placements": tuple(placements), "costs": Costs(**entry["costs"])}
     fields: dict[str, Any] = {**entry, **made}

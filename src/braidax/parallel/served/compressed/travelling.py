@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
@@ -49,16 +50,20 @@ def _in_int8(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.float32]]:
 
 
 def unpacked_rows(
-    arrays: Mapping[str, NDArray[Any]], name: str, wire: Wire | None, expected: NDArray[Any], told: str
+    arrays: Mapping[str, NDArray[Any]],
+    name: str,
+    wire: Wire | None,
+    expected: NDArray[Any] | jax.ShapeDtypeStruct,
+    told: str,
 ) -> NDArray[Any]:
     """Undoes `packed_rows`, as far as that can be.
 
-    **Arguments:** `arrays`: of a message. `expected`: any array of the shape and dtype that the rows have. `told`: what
+    **Arguments:** `arrays`: of a message. `expected`: of the shape and dtype that the rows have. `told`: what
     errors call them.
 
     **Raises:** `ArgumentError` for other arrays than `packed_rows` makes of such rows.
     """
-    dtype, count = expected.dtype, expected.shape[:1]
+    dtype, count = np.dtype(expected.dtype), expected.shape[:1]
     rows = _checked(arrays, name, jnp.dtype(dtype if wire is None else wire), expected.shape, told)
     if wire != "int8":
         return rows if wire is None else rows.astype(dtype)

@@ -5,21 +5,22 @@ from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple, final
 
 import jax
-import numpy as np
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.placements import Wire
 from braidax.parallel.served.compressed.travelling import packed_rows, unpacked_rows, wire_from
-from braidax.parallel.served.programs import KeptForm, Programs, TableForm
 from braidax.parallel.served.wire import Message, packed, unpacked
 
 from .dense import DenseForm, DensePart
+from .growing import growing_answers
+from .seen_shard import SeenShard
 from .shard import Shard
-from .updates import Given, Update, Updates
+from .told import forms_from
+from .updates import AnyShard, Given, Update, Updates
 
 _COPIED_BYTES = 32 << 20  # a message, between servers
-_ANEW = ("make", "bear", "load", "load dense")  # what gives a server other tables
+_ANEW = ("make", "bear", "load", "load dense", "restart", "put", "resume")  # what gives a server other tables
 
 
 class _Waiting(NamedTuple):
@@ -45,7 +46,7 @@ class TableServer:
     def __init__(self, rank: int, size: int, num_workers: int = 1, threads: Executor | None = None) -> None:
         self._rank, self._size, self._num_workers, self._threads = rank, size, num_workers, threads
         self._run = ""  # whose tables these are
-        self._shards: dict[str, Shard] = {}
+        self._shards: dict[str, AnyShard] = {}
         self._dense: DensePart | None = None
         self._updates = Updates(f"server {rank}", num_workers, 0)
         self._staleness: int | None = 0
@@ -55,7 +56,7 @@ class TableServer:
         self._gone: int | None = None  # who trains, without whom no update is complete any more
         self._waiting: list[_Waiting] = []  # for updates
         self._holder: int | None = None  # who lets nothing be changed just now
-        self._answers = {
+        self._answers: dict[str, Callable[[int, Message], Any]] = {
             "make": self._make,
             "bear": self._bear,
             "load": self._load,
@@ -72,6 +73,7 @@ class TableServer:
             "hold": self._hold,
             "release": self._release,
         }
+        self._answers |= growing_answers(self._shard, lambda: self._updates.step, self._fail, self._begin)
 
     def handle(self, rank: int, value: Any) -> Any:
         """Answers a request, maybe later. **Raises:** `CommError` for none, `ArgumentError` for what cannot be."""
@@ -101,14 +103,10 @@ class TableServer:
         """Makes room for the tables of a run, in place of what there was."""
         disk, self._wire = message.fields.get("disk"), wire_from(message.fields.get("wire"))
         self.close()
-        for number, fields in enumerate(message.fields["tables"]):
-            programs = Programs(*(message.arrays[f"{number}/{one}"].tobytes() for one in Programs._fields))
-            kept = tuple(KeptForm(name, tuple(shape), dtype) for name, shape, dtype in fields["kept"])
-            given: dict[str, Any] = {**fields, "kept": kept, "programs": programs}
-            given |= {one: tuple(fields[one]) for one in ("shape", "joins", "adagrad") if fields[one] is not None}
-            form = TableForm(**given)
+        for form in forms_from(message.fields["tables"], message.arrays):
+            where = (form, self._rank, self._size, self._threads)
             try:
-                self._shards[form.name] = Shard(form, self._rank, self._size, self._threads, disk)
+                self._shards[form.name] = Shard(*where, disk) if form.seen is None else SeenShard(*where)
             except MemoryError as error:
                 raise MemoryError(
                     f"server {self._rank} of {self._size} has no memory for its part of {form.name}, "
@@ -135,7 +133,7 @@ class TableServer:
 
     def _load(self, rank: int, message: Message) -> Any:
         """Puts rows in place of those that are there: consecutive ones here, with what is kept of them."""
-        shard, start = self._shard(message.fields["table"]), int(message.fields["start"])
+        shard, start = self._shard_of_all(message.fields["table"]), int(message.fields["start"])
         arrays = message.arrays
         shard.put(start, arrays["values"], [arrays[f"kept/{at}"] for at in range(len(shard.form.kept))])
         shard.share([arrays[f"shared/{at}"] for at in range(shard.form.num_shared)])
@@ -171,7 +169,7 @@ class TableServer:
             shard, ids = self._shard(name), message.arrays[name]
             shard.check(ids, f"ids of {name}")
             if since >= 0 and shard.rests:
-                changed = np.flatnonzero(shard.touched[ids] >= since)
+                changed = shard.moved_since(ids, since)
                 found[f"{name}/changed"], ids = changed, ids[changed]
             found |= packed_rows(shard.pull(ids), name, self._wire)
         if self._dense is not None:
@@ -180,18 +178,19 @@ class TableServer:
 
     def _stage(self, rank: int, message: Message) -> Any:
         """Takes the gradients of an update, for a push that has the numbers."""
-        self._update_of(rank, message).given[rank] = self._gradients(message)
+        self._update_of(rank, message).give(rank, self._gradients(message))
         return packed("staged")
 
     def _sums(self, rank: int, message: Message) -> Any:
-        """Sums over the gradients that all have staged."""
+        """Sums over the gradients that all have staged, of rows that have room. Where one has none it refuses all."""
         update = self._update_of(rank, message)
         if len(update.given) < self._num_workers:
             raise ArgumentError(
                 f"sums of step {message.fields['step']} were asked of server {self._rank}, where {len(update.given)} "
                 f"of {self._num_workers} have staged their gradients: expected all of them first"
             )
-        pairs = [(at, shard.sums(gradients)) for at, (shard, _, gradients) in enumerate(update.summed())]
+        moving = [(shard, shard.admitted(ids, gradients)) for shard, ids, gradients in update.summed()]
+        pairs = [(at, shard.sums(gradients)) for at, (shard, gradients) in enumerate(moving)]
         return packed("sums", {}, {f"{number}/{at}": one for number, sums in pairs for at, one in enumerate(sums)})
 
     def _push(self, rank: int, message: Message) -> Any:
@@ -207,7 +206,8 @@ class TableServer:
         if rank not in update.told:
             if not fields["staged"]:
                 given, dense = self._gradients(message), self._dense_gradients(message)
-                update.given[rank], update.dense[rank] = given, dense
+                update.give(rank, given)
+                update.dense[rank] = dense
             elif rank not in update.given:
                 raise ArgumentError(
                     f"gradients of step {step} were not staged on server {self._rank}: expected them first"
@@ -312,7 +312,7 @@ class TableServer:
         for number, name in enumerate(message.fields["tables"]):
             shard, ids = self._shard(name), message.arrays[f"{number}/ids"]
             shard.check(ids, f"ids of {name}")
-            form = np.empty((len(ids), shard.form.width), shard.values.dtype)
+            form = jax.ShapeDtypeStruct((len(ids), shard.form.width), shard.values.dtype)
             told = f"gradients of {name}"
             gradients = unpacked_rows(message.arrays, f"{number}/gradients", self._wire, form, told)
             given.append((shard, ids, gradients))
@@ -321,7 +321,7 @@ class TableServer:
     def _read(self, rank: int, message: Message) -> Any:
         """Reads consecutive rows here, as they are now, and what is kept of them."""
         shard, start, stop = (
-            self._shard(message.fields["table"]),
+            self._shard_of_all(message.fields["table"]),
             *(int(message.fields[at]) for at in ("start", "stop")),
         )
         part = slice(max(0, start), min(stop, shard.num_rows))
@@ -332,7 +332,7 @@ class TableServer:
 
     def _changed(self, rank: int, message: Message) -> Any:
         """Reads rows that may have changed since a step, as they are now, and says which of those here they are."""
-        shard, fields = self._shard(message.fields["table"]), message.fields
+        shard, fields = self._shard_of_all(message.fields["table"]), message.fields
         ids, looked = shard.changed(*(int(fields[one]) for one in ("since", "start", "most")))
         told = {"step": self._updates.step, "begun": shard.begun, "looked": looked}
         return packed("rows", told, {"ids": ids, "values": shard.pull(ids)})
@@ -350,14 +350,15 @@ class TableServer:
 
     def _copy(self, rank: int, message: Message) -> Any:
         """Reads consecutive rows as they lie here."""
-        shard, start = self._shard(message.fields["table"]), int(message.fields["start"])
+        shard, start = self._shard_of_all(message.fields["table"]), int(message.fields["start"])
         rows = shard.lying(start, int(message.fields["stop"]))
         return packed("rows", {}, {str(at): leaf for at, leaf in enumerate(rows)})
 
     def fill(self, ask: Callable[[str, Mapping[str, Any]], Message]) -> None:
         """Becomes a copy of the same part on another server. **Arguments:** `ask`: asks that one."""
         state = ask("state", {})
-        for name, shard in self._shards.items():
+        for name in self._shards:
+            shard = self._shard_of_all(name)
             step = max(1, _COPIED_BYTES // max(1, shard.row_bytes))
             for start in range(0, shard.num_rows, step):
                 stop = min(start + step, shard.num_rows)
@@ -382,7 +383,18 @@ class TableServer:
             raise ArgumentError(f"server {self._rank} has no variable whole: expected tables by rows to be asked for")
         return self._dense
 
-    def _shard(self, name: Any) -> Shard:
+    def _shard(self, name: Any) -> AnyShard:
         if name not in self._shards:
             raise ArgumentError(f"table {name!r} is not on the servers: expected one of {[*self._shards]}")
         return self._shards[name]
+
+    def _shard_of_all(self, name: Any) -> Shard:
+        """Returns a part of a table of which servers have all rows."""
+        if isinstance(shard := self._shard(name), SeenShard):
+            raise ArgumentError(
+                f"{name} grows as seen, and no row has a place of its own: expected to be asked for what is there"
+            )
+        return shard
+
+    def _fail(self, told: str) -> None:
+        self._failed = told

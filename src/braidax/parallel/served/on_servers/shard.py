@@ -25,8 +25,8 @@ from braidax.parallel.served.row_memory import (
 )
 
 from .dense import loaded
+from .first_rows import FEWEST, FirstRows, padded
 
-_FEWEST = 256  # rows that a program is compiled for; numbers of rows are rounded up
 _FEW = 8192  # rows that are not worth a second thread
 _MOST = 8192  # rows that are computed at a time
 _LOOKED_AT = 1 << 20  # rows at a time, where most have not changed
@@ -76,7 +76,7 @@ class Shard:
         self.touched[:] = -1
         self._shared: list[Any] = []  # numbers by which rows that are read are brought up
         fits = _CACHED_BYTES // max(1, form.width * dtype.itemsize)
-        self._chunk = min(_MOST, max(_FEWEST, 1 << (max(1, fits).bit_length() - 1)))
+        self._chunk = min(_MOST, max(FEWEST, 1 << (max(1, fits).bit_length() - 1)))
         self._device = jax.local_devices(backend="cpu")[0]
         self._num_threads = usable_cores()
         has_kernel = compiled() is not None and dtype == np.float32
@@ -89,12 +89,24 @@ class Shard:
 
     def bear(self, key_data: NDArray[Any]) -> None:
         """Makes the first rows, as the user's `init` makes the table. **Arguments:** `key_data`: of its key."""
-        table = np.asarray(loaded(self.form.programs.born)(key_data))
-        self.load(table.reshape(self.form.shape[0], self.form.width)[self.rank :: self.size])
+        if self.form.programs.rows:
+            first = FirstRows(self.form, self.rank, self.size)
+
+            def make(part: slice) -> None:
+                self.values[part] = first.of(key_data, np.arange(part.start, part.stop))
+
+            self._share_out(self.num_rows, make)
+            self._anew()
+        else:
+            table = np.asarray(loaded(self.form.programs.born)(key_data))
+            self.load(table.reshape(self.form.shape[0], self.form.width)[self.rank :: self.size])
 
     def load(self, values: NDArray[Any]) -> None:
         """Begins with other rows, of which the optimizer keeps what it keeps at first."""
         self.values[:] = values
+        self._anew()
+
+    def _anew(self) -> None:
         self.touched[:] = -1
         self.begun += 1
         for start in range(0, self.num_rows, self._chunk):
@@ -119,11 +131,22 @@ class Shard:
                 f"{[list(one.shape) for one in (values, *kept)]}; expected rows like {list(map(list, expected))} "
                 f"within {self.num_rows}"
             )
-        part = slice(start, start + len(values))
-        for leaf, new in zip((self.values, *self.kept), (values, *kept), strict=True):
-            leaf[part] = new
-        self.touched[part] = -1
+        self.put_at(np.arange(start, start + len(values)), [values, *kept])
         self.begun += 1
+
+    def put_at(self, ids: NDArray[Any], leaves: Sequence[NDArray[Any]]) -> None:
+        """Puts rows in place of others. **Arguments:** `leaves`: values, and what is kept of rows.
+
+        **Raises:** `ArgumentError` for rows of another form.
+        """
+        expected = [(len(ids), *leaf.shape[1:]) for leaf in (self.values, *self.kept)]
+        if [one.shape for one in leaves] != expected:
+            raise ArgumentError(
+                f"rows of {self.form.name} were given of the shapes {[list(one.shape) for one in leaves]}; expected "
+                f"{list(map(list, expected))}"
+            )
+        self._put(ids, slice(0, len(ids)), leaves)
+        self.touched[ids] = -1
 
     def close(self) -> None:
         """Lets go of all rows, and of their file where they are on disk. A second call does nothing."""
@@ -150,6 +173,26 @@ class Shard:
         for leaf, new in zip(self.kept, found, strict=False):
             leaf[part] = new[: part.stop - start]
         self._shared = [np.array(one) for one in found[num_kept:]]
+
+    def make_room(self, num_rows: int) -> None:
+        """Has room for another number of rows in memory from now on, of which the first are those that are there."""
+        leaves = [self.values, *self.kept, self.touched]
+        for at, leaf in enumerate(leaves):
+            leaves[at] = np.zeros((num_rows, *leaf.shape[1:]), leaf.dtype)
+            leaves[at][: len(leaf)] = leaf[:num_rows]
+        self.values, self.kept, self.touched, self.num_rows = leaves[0], leaves[1:-1], leaves[-1], num_rows
+
+    def begin(self, ids: NDArray[Any], values: NDArray[Any]) -> None:
+        """Puts first rows, of which the optimizer keeps what it keeps at first. **Arguments:** `ids`: where."""
+
+        def compute(part: slice) -> None:
+            room, some = self._enter(), ids[part]
+            with jax.default_device(self._device):
+                kept = [np.asarray(one) for one in self._begin(_filled(room.rows[0], values[part]))][: len(self.kept)]
+            self._put(some, part, [values[part], *(one[: len(some)] for one in kept)])
+            self._rooms.append(room)
+
+        self._share_out(len(ids), compute)
 
     # Rows
 
@@ -207,9 +250,17 @@ class Shard:
 
     def _rested(self) -> Sequence[Any]:
         """Returns what all rows share behind a step in which none of these has a gradient."""
-        nothing = np.zeros((_FEWEST, self.form.width), self.values.dtype)  # any rows: what all share moves as ever
-        kept = [np.zeros((_FEWEST, *leaf.shape[1:]), leaf.dtype) for leaf in self.kept]
+        nothing = np.zeros((FEWEST, self.form.width), self.values.dtype)  # any rows: what all share moves as ever
+        kept = [np.zeros((FEWEST, *leaf.shape[1:]), leaf.dtype) for leaf in self.kept]
         return self._update(nothing, nothing, *kept, *self._shared)[1 + len(kept) :]
+
+    def moved_since(self, ids: NDArray[Any], since: int) -> NDArray[np.int64]:
+        """Returns which of some rows have moved by a gradient in a step from `since` on."""
+        return np.flatnonzero(self.touched[ids] >= since)
+
+    def admitted(self, ids: NDArray[Any], gradients: NDArray[Any]) -> NDArray[Any]:
+        """Returns those gradients that move rows: all."""
+        return gradients
 
     def sums(self, gradients: NDArray[Any]) -> list[NDArray[Any]]:
         """Returns what the optimizer wants summed of gradients, `[m, D]`, over these rows."""
@@ -218,7 +269,7 @@ class Shard:
         parts: list[list[Any]] = []
         for start in range(0, max(1, len(gradients)), self._chunk):
             some = gradients[start : start + self._chunk]
-            nothing = np.zeros((_padded(len(some)) - len(some), self.form.width), gradients.dtype)
+            nothing = np.zeros((padded(len(some)) - len(some), self.form.width), gradients.dtype)
             parts.append([np.asarray(one) for one in self._sums(np.concatenate([some, nothing]))])
         joins = [JOINS[join] for join in self.form.joins]
         return [functools.reduce(join, one) for join, one in zip(joins, zip(*parts, strict=True), strict=True)]
@@ -302,34 +353,31 @@ class Shard:
 
     def check(self, ids: NDArray[Any], name: str) -> None:
         """Raises `ArgumentError` for numbers of rows that are not here."""
-        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise ArgumentError(f"{name} is {ids.dtype}{list(ids.shape)}, expected integers [m]")
-        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_rows):
-            raise ArgumentError(
-                f"{name} has rows {int(ids.min())} to {int(ids.max())}, and server {self.rank} has {self.num_rows} of "
-                f"{self.form.name}: expected 0 <= row < {self.num_rows}"
-            )
+        check_rows(ids, name, self.num_rows, f"server {self.rank} has {self.num_rows} of {self.form.name}")
+
+
+def check_rows(ids: NDArray[Any], name: str, num_rows: int, told: str) -> None:
+    """Raises `ArgumentError` for what is no numbers of rows. **Arguments:** `told`: who has how many."""
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ArgumentError(f"{name} is {ids.dtype}{list(ids.shape)}, expected integers [m]")
+    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < num_rows):
+        raise ArgumentError(
+            f"{name} has rows {int(ids.min())} to {int(ids.max())}, and {told}: expected 0 <= row < {num_rows}"
+        )
 
 
 def _taken(place: NDArray[Any], leaf: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:
     """Copies rows into a place."""
     count = len(ids)
     take_rows(leaf, ids, place[:count])
-    place[count : _padded(count)] = place[0]
-    return place[: _padded(count)]
+    place[count : padded(count)] = place[0]
+    return place[: padded(count)]
 
 
 def _filled(place: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
     """Returns rows, and zeros behind them up to as many as a program is compiled for, where XLA reads them in place."""
-    if len(rows) == _padded(len(rows)) and is_aligned(rows):
+    if len(rows) == padded(len(rows)) and is_aligned(rows):
         return rows
     place[: len(rows)] = rows
-    place[len(rows) : _padded(len(rows))] = 0
-    return place[: _padded(len(rows))]
-
-
-def _padded(count: int) -> int:
-    """Returns for how many rows a program is compiled that computes so many: a power of two, or one and a half."""
-    most = max(_FEWEST, 1 << max(0, count - 1).bit_length())
-    fewer = most // 4 * 3
-    return fewer if count <= fewer and fewer > _FEWEST else most
+    place[len(rows) : padded(len(rows))] = 0
+    return place[: padded(len(rows))]

@@ -10,9 +10,13 @@ from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 
+from .seen_shard import SeenShard
 from .shard import Shard
 
-Given = list[tuple[Shard, NDArray[Any], NDArray[Any]]]
+AnyShard = Shard | SeenShard
+"""A server's part of a table, that has all rows, or grows."""
+
+Given = list[tuple[AnyShard, NDArray[Any], NDArray[Any]]]
 """Gradients of tables: ids, all different, and `[m, D]`."""
 
 
@@ -28,6 +32,11 @@ class Update:
     told: dict[int, list[list[NDArray[Any]]]] = field(default_factory=dict[int, list[list[NDArray[Any]]]])
     dense: dict[int, list[NDArray[Any]]] = field(default_factory=dict[int, list[NDArray[Any]]])
     _total: Given | None = None
+
+    def give(self, rank: int, given: Given) -> None:
+        """Takes the gradients of somebody, in place of those that it has given before."""
+        self.given[rank] = given
+        self._total = None
 
     def summed(self) -> Given:
         """Returns the gradients of all who have given some, in their order, each row once."""
@@ -51,7 +60,9 @@ def _divided(total: NDArray[Any], count: int) -> NDArray[Any]:
     return total if count == 1 else (total / count).astype(total.dtype)
 
 
-def _summed(parts: Sequence[tuple[Shard, NDArray[Any], NDArray[Any]]]) -> tuple[Shard, NDArray[Any], NDArray[Any]]:
+def _summed(
+    parts: Sequence[tuple[AnyShard, NDArray[Any], NDArray[Any]]],
+) -> tuple[AnyShard, NDArray[Any], NDArray[Any]]:
     """Sums the gradients that several have of one table."""
     if len(parts) == 1:
         return parts[0]

@@ -1,0 +1,217 @@
+"""A server's part of a table that grows: rows of ids that updates have read."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, final
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.errors import ArgumentError
+from braidax.parallel.served.programs import TableForm
+
+from .entries import Entries
+from .first_rows import FirstRows
+from .shard import Shard, check_rows
+
+Which = Literal["rows", "counts"]
+
+
+class _Coming(NamedTuple):
+    """What an update does. **Fields:** `slots`: of its ids, -1 where they have no row. `is_new`: which get one now.
+    `counted`: int32, how many updates have read those that have none."""
+
+    slots: NDArray[np.int64]
+    is_new: NDArray[np.bool_]
+    counted: NDArray[np.int32]
+
+
+@final
+class SeenShard:
+    """Those rows `id` of a table with `id % size == rank` that updates have read; row `id` is the `id // size`th.
+
+    It answers as a `Shard` does that has all rows, where any that is not there is its first value. Its rows are in the
+    slots of a `Shard`, which grows, and where they are tells a map. Counts of ids that are not admitted yet are kept as
+    rows are, exactly, and for as many ids.
+
+    **Arguments:** `form`: of the table, which says what is `seen`. `rank`, `size`, `threads`: as of `Shard`.
+
+    **Fields:** `num_rows`: of all here, there or not. `key`: numbers of the key of `init`. `begun`: as of `Shard`.
+    """
+
+    def __init__(self, form: TableForm, rank: int, size: int, threads: Executor | None = None) -> None:
+        assert form.seen is not None, "others have all rows"
+        self.form, self.rank, self.size, self._seen, self._threads = form, rank, size, form.seen, threads
+        self.num_rows, self.begun = len(range(rank, form.shape[0], size)), 0
+        self._most = -(-form.seen.capacity // size)
+        self.key: NDArray[Any] = np.zeros(0, np.uint32)
+        self._first = FirstRows(form, rank, size)
+        one = jax.ShapeDtypeStruct((1, *form.shape[1:]), form.spec.dtype)
+        self._rows = Shard(replace(form, spec=one), 0, 1, threads)
+        self._forget_all(0)
+
+    def _forget_all(self, step: int) -> None:
+        self._now = step
+        self._rows.make_room(1)
+        self._rows.load(np.zeros((1, self.form.width), self.values.dtype))  # with the first numbers that all share
+        self._counts = np.zeros(0, np.int32)
+        self._there = Entries(self._most, self._seen.expire_after, self._rows.make_room)
+        self._counted = Entries(self._most, self._seen.expire_after, self._grow_counts)
+        self.begun += 1
+
+    def _grow_counts(self, size: int) -> None:
+        counts = np.zeros(size, np.int32)
+        counts[: len(self._counts)] = self._counts[:size]
+        self._counts = counts
+
+    def bear(self, key_data: NDArray[Any]) -> None:
+        """Begins without any row. **Arguments:** `key_data`: of the key of `init`."""
+        self.key = key_data.copy()
+        self._forget_all(0)
+
+    def close(self) -> None:
+        """Lets go of all rows. A second call does nothing."""
+        self._rows.close()
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """Of the rows that are there, and of room for others, `[n, D]`."""
+        return self._rows.values
+
+    @property
+    def shared(self) -> Sequence[Any]:
+        """As of `Shard`."""
+        return self._rows.shared
+
+    def share(self, shared: Sequence[Any]) -> None:
+        """Sets what `shared` returns."""
+        self._rows.share(shared)
+
+    @property
+    def rests(self) -> bool:
+        """Rows without a gradient stay as they are."""
+        return True
+
+    def check(self, ids: NDArray[Any], name: str) -> None:
+        """As of `Shard`."""
+        check_rows(ids, name, self.num_rows, f"server {self.rank} serves {self.num_rows} of {self.form.name}")
+
+    # Rows
+
+    def pull(self, ids: NDArray[Any]) -> NDArray[Any]:
+        """Returns rows as they are now, `[m, D]`: those that are not there as they are at first."""
+        slots = self._there.live(ids, self._now)
+        is_there = slots >= 0
+        rows = np.empty((len(ids), self.form.width), self.values.dtype)
+        rows[is_there] = self._rows.pull(slots[is_there])
+        rows[~is_there] = self._first.of(self.key, ids[~is_there])
+        return rows
+
+    def moved_since(self, ids: NDArray[Any], since: int) -> NDArray[np.int64]:
+        """Returns which of some rows may be others than before the step `since`: moved by a gradient, or given up."""
+        slots = self._there.live(ids, self._now)
+        if self._seen.expire_after is None:
+            return np.flatnonzero((slots >= 0) & (self._there.touched[slots] >= since))
+        return np.flatnonzero((slots < 0) | (self._there.touched[slots] >= since))
+
+    def admitted(self, ids: NDArray[Any], gradients: NDArray[Any]) -> NDArray[Any]:
+        """Returns the gradients of those rows that have room, or will get it. **Arguments:** `ids`, `gradients`: of the
+        next update.
+
+        **Raises:** `ArgumentError` where there is not room for all.
+        """
+        coming = self._coming(ids)
+        self._check_room(coming)
+        return gradients[(coming.slots >= 0) | coming.is_new]
+
+    def push(self, ids: NDArray[Any], gradients: NDArray[Any], numbers: Sequence[Any], step: int) -> None:
+        """Moves rows by their gradients; new ones get room. **Arguments, Raises:** as of `Shard`, `admitted`."""
+        coming = self._coming(ids)
+        self._check_room(coming)
+        self._count(ids, coming, step)
+        new, slots = ids[coming.is_new], coming.slots.copy()
+        slots[coming.is_new] = self._there.add(new, step)
+        self._rows.begin(slots[coming.is_new], self._first.of(self.key, new))
+        moves = slots >= 0
+        self._there.touched[slots[moves]] = step
+        self._rows.push(slots[moves], gradients[moves], numbers, step)
+        self._now = step + 1
+
+    def _coming(self, ids: NDArray[Any]) -> _Coming:
+        slots = self._there.live(ids, self._now)
+        if self._seen.admit_at == 1:
+            return _Coming(slots, slots < 0, np.zeros(len(ids), np.int32))
+        at = self._counted.live(ids, self._now)
+        counted = np.where(slots < 0, 1 + np.where(at >= 0, self._counts[at], 0), 0).astype(np.int32)
+        is_new = counted >= self._seen.admit_at
+        return _Coming(slots, is_new, counted)
+
+    def _check_room(self, coming: _Coming) -> None:
+        num_new = int(coming.is_new.sum())
+        self._check_fits(self._there, num_new, "rows of")
+        if self._seen.admit_at > 1:
+            again = int((coming.counted > 1).sum())  # these have a count already
+            self._check_fits(self._counted, int((coming.counted > 0).sum()) - again - num_new, "counts of")
+
+    def _check_fits(self, entries: Entries, num_new: int, what: str) -> None:
+        if num_new > 0 and not entries.fits(num_new, self._now):
+            raise ArgumentError(
+                f"{self.form.name} grows as seen, with capacity={self._seen.capacity}, and server {self.rank} of "
+                f"{self.size} has {what} {entries.num_live(self._now):,} ids, where {entries.most:,} have room; an "
+                f"update has {num_new:,} more, and nothing of it was taken: expected fewer; give Seen a larger "
+                f"capacity, which a checkpoint restores to as well, more servers, or let rows expire (expire_after)"
+            )
+
+    def _count(self, ids: NDArray[Any], coming: _Coming, step: int) -> None:
+        if self._seen.admit_at == 1:
+            return
+        at = self._counted.live(ids, self._now)
+        self._counted.forget(at[coming.is_new & (at >= 0)])
+        counts = (coming.counted > 0) & ~coming.is_new
+        at[counts & (at < 0)] = self._counted.add(ids[counts & (at < 0)], step)
+        self._counts[at[counts]] = coming.counted[counts]
+        self._counted.touched[at[counts]] = step
+
+    def sums(self, gradients: NDArray[Any]) -> list[NDArray[Any]]:
+        """As of `Shard`. **Arguments:** as of `admitted`."""
+        return self._rows.sums(gradients)
+
+    # Lists of what is there
+
+    def listed(self, which: Which, start: int, stop: int, most: int) -> dict[str, NDArray[Any]]:
+        """Returns what is there, or is counted, by id: `ids` of the table, `touched`, and `values` and `kept/…`, or
+        `counts`. **Arguments:** `start`, `stop`: ids of the table. `most`: how many at once."""
+        entries = self._there if which == "rows" else self._counted
+        first, last = (-(-(end - self.rank) // self.size) for end in (start, stop))
+        slots = entries.listed(self._now, first, last, most)
+        found = {"ids": entries.ids[slots] * self.size + self.rank, "touched": entries.touched[slots]}
+        if which == "counts":
+            return {**found, "counts": self._counts[slots]}
+        kept = {f"kept/{at}": leaf[slots] for at, leaf in enumerate(self._rows.kept)}
+        return {**found, "values": self._rows.values[slots], **kept}
+
+    def restart(self, key_data: NDArray[Any], shared: Sequence[Any], step: int) -> None:
+        """Forgets all that is there, for `put_listed`. **Arguments:** `step`: how many updates were taken."""
+        self.key = key_data.copy()
+        self._forget_all(step)
+        self._rows.share(shared)
+
+    def put_listed(self, which: Which, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Undoes `listed`. **Raises:** `ArgumentError` for what is none of this server's, or has no room."""
+        entries = self._there if which == "rows" else self._counted
+        ids, touched = arrays["ids"], arrays["touched"]
+        if ids.dtype != np.int64 or touched.dtype != np.int64 or ids.shape != touched.shape:
+            raise ArgumentError(f"ids and touched of {self.form.name} are no numbers of the same ids")
+        rows = ids // self.size
+        self.check(rows, f"ids of {self.form.name}")
+        if (ids % self.size != self.rank).any() or (np.diff(ids) <= 0).any() or (entries.live(rows, 0) >= 0).any():
+            raise ArgumentError(f"ids of {self.form.name} are not those of server {self.rank}, each once and in order")
+        self._check_fits(entries, len(ids), f"{which} of")
+        slots = entries.add(rows, 0)
+        entries.touched[slots] = touched
+        if which == "counts":
+            self._counts[slots] = arrays["counts"]
+        else:
+            self._rows.put_at(slots, [arrays["values"], *(arrays[f"kept/{at}"] for at in range(len(self._rows.kept)))])

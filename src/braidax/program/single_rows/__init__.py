@@ -1,0 +1,1 @@
+"""Rows of what a program makes, computed without the others."""

@@ -1,0 +1,206 @@
+"""Tables that grow, server by server, against NumPy: which rows get room, which are given up, and what is read."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax import random
+
+from braidax.errors import ArgumentError
+from braidax.parallel import Seen
+from braidax.parallel.given.initial import Born
+from braidax.parallel.rows import row_adagrad, row_optimizer
+from braidax.parallel.served.on_servers.entries import Entries
+from braidax.parallel.served.on_servers.seen_shard import SeenShard
+from braidax.parallel.served.on_servers.shard import Shard
+from braidax.parallel.served.programs import TableForm, growing, rules_of_own, table_form
+from braidax.program import trace
+
+ROWS, WIDTH, RATE = 200, 3, 0.5
+KEY = np.asarray(random.key_data(random.key(4)))
+FIRST = np.asarray(random.normal(random.key(4), (ROWS, WIDTH)))
+
+
+def form_of(seen: Seen | None, optimizer: Any = None) -> TableForm:
+    born = trace(lambda key: Born({"table": random.normal(key, (ROWS, WIDTH))}, {}, key), random.key(0))
+    rules = rules_of_own(row_optimizer(optax.sgd(RATE)) if optimizer is None else optimizer)
+    form = table_form("table", jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32), born, rules)
+    return form if seen is None else growing(form, seen, born)
+
+
+class Team:
+    """All servers of a table."""
+
+    def __init__(self, form: TableForm, size: int) -> None:
+        self.size, self.shards = size, [SeenShard(form, rank, size) for rank in range(size)]
+        for shard in self.shards:
+            shard.bear(KEY)
+
+    def push(self, ids: Any, gradients: Any, step: int) -> None:
+        for rank, shard in enumerate(self.shards):
+            own = ids % self.size == rank
+            shard.push(ids[own] // self.size, gradients[own], [], step)
+
+    def pull(self) -> np.ndarray:
+        rows = np.empty((ROWS, WIDTH), np.float32)
+        for rank, shard in enumerate(self.shards):
+            rows[rank :: self.size] = shard.pull(np.arange(shard.num_rows))
+        return rows
+
+
+class Told:
+    """What `Seen` says, row by row."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen, self.rows, self.counts = seen, dict[int, tuple[np.ndarray, int]](), dict[int, tuple[int, int]]()
+
+    def push(self, ids: Any, gradients: Any, step: int) -> None:
+        for one, gradient in zip(ids.tolist(), gradients, strict=True):
+            if one not in self.rows:
+                count = self.counts.pop(one, (0, 0))[0] + 1
+                if count < self.seen.admit_at:
+                    self.counts[one] = (count, step)
+                    continue
+                self.rows[one] = (FIRST[one], step)
+            self.rows[one] = (self.rows[one][0] - np.float32(RATE) * gradient, step)
+        if self.seen.expire_after is not None:
+            limit = step + 1 - self.seen.expire_after
+            self.rows = {one: row for one, row in self.rows.items() if row[1] >= limit}
+            self.counts = {one: count for one, count in self.counts.items() if count[1] >= limit}
+
+    def pull(self) -> np.ndarray:
+        rows = FIRST.copy()
+        for one, (row, _) in self.rows.items():
+            rows[one] = row
+        return rows
+
+
+def updates(count: int, seed: int = 0) -> Any:
+    numbers = np.random.default_rng(seed)
+    for step in range(count):
+        ids = np.unique(numbers.zipf(1.3, 12) % ROWS).astype(np.int64)
+        yield step, ids, numbers.normal(size=(len(ids), WIDTH)).astype(np.float32)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("admit_at", "expire_after"), [(1, None), (3, None), (1, 4), (2, 1), (3, 7)])
+def test_rows_are_what_is_said(size: int, admit_at: int, expire_after: int | None) -> None:
+    seen = Seen(ROWS, admit_at=admit_at, expire_after=expire_after)
+    team, told = Team(form_of(seen), size), Told(seen)
+    for step, ids, gradients in updates(60):
+        team.push(ids, gradients, step)
+        told.push(ids, gradients, step)
+        np.testing.assert_array_equal(team.pull(), told.pull())
+        found = [shard.listed("rows", 0, ROWS, ROWS) for shard in team.shards]
+        assert sorted(np.concatenate([one["ids"] for one in found]).tolist()) == sorted(told.rows)
+        counted = [shard.listed("counts", 0, ROWS, ROWS) for shard in team.shards]
+        pairs = {(i, c) for one in counted for i, c in zip(one["ids"].tolist(), one["counts"].tolist(), strict=True)}
+        assert pairs == {(one, count) for one, (count, _) in told.counts.items()}
+    assert 0 < len(told.rows) < ROWS
+
+
+def test_rows_that_change_are_known_to_have_changed() -> None:
+    """A batch that was pulled ahead is corrected by these alone, also where rows were given up."""
+    team = Team(form_of(Seen(40, expire_after=3)), 1)
+    (shard,), before = team.shards, [(0, team.pull())]
+    for step, ids, gradients in updates(30):
+        team.push(ids, gradients, step)
+        now = team.pull()
+        for since, old in before[-8:]:
+            corrected = old.copy()
+            changed = shard.moved_since(np.arange(ROWS), since)
+            corrected[changed] = now[changed]
+            np.testing.assert_array_equal(corrected, now)
+        before.append((step + 1, now))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_move_as_those_of_a_whole_table(size: int) -> None:
+    """Bit by bit, with what the optimizer keeps."""
+    optimizer = row_adagrad(0.1)
+    team, whole = Team(form_of(Seen(ROWS), optimizer), size), Shard(form_of(None, optimizer), 0, 1)
+    whole.bear(KEY)
+    for step, ids, gradients in updates(20):
+        team.push(ids, gradients, step)
+        whole.push(ids, gradients, [], step)
+        assert team.pull().tobytes() == whole.pull(np.arange(ROWS)).tobytes()
+    for shard in team.shards:
+        found = shard.listed("rows", 0, ROWS, ROWS)
+        np.testing.assert_array_equal(found["kept/0"], whole.kept[0][found["ids"]])
+
+
+@pytest.mark.parametrize(("admit_at", "what", "more"), [(1, "rows of", 2), (2, "counts of", 1)])
+def test_more_than_has_room_is_refused_and_changes_nothing(admit_at: int, what: str, more: int) -> None:
+    """One of three is there already; where they are counted, it is admitted, and its count makes room."""
+    team = Team(form_of(Seen(6, admit_at=admit_at)), 2)
+    shard, ones = team.shards[1], np.ones((3, WIDTH), np.float32)
+    shard.push(np.array([0, 5, 9]), ones, [], 0)
+    before = shard.pull(np.arange(shard.num_rows))
+    told = rf"capacity=6, and server 1 of 2 has {what} 3 ids, where 3 have room; an update has {more} more, and nothing"
+    for refused in (shard.admitted, lambda ids, gradients: shard.push(ids, gradients, [], 1)):
+        with pytest.raises(ArgumentError, match=told):
+            refused(np.array([2, 5, 7]), ones)
+        np.testing.assert_array_equal(shard.pull(np.arange(shard.num_rows)), before)
+    shard.push(np.array([0, 5, 9]), ones, [], 1)  # these have room
+
+
+def test_rows_that_are_due_make_room() -> None:
+    team = Team(form_of(Seen(3, expire_after=2)), 1)
+    (shard,) = team.shards
+    for step in range(40):
+        shard.push(np.array([step % 20]), np.ones((1, WIDTH), np.float32), [], step)
+    with pytest.raises(ArgumentError, match="has rows of 2 ids"):
+        shard.push(np.arange(50, 52), np.ones((2, WIDTH), np.float32), [], 40)
+
+
+def test_gradients_that_are_dropped_are_in_no_sum() -> None:
+    team = Team(form_of(Seen(9, admit_at=2)), 1)
+    (shard,), gradients = team.shards, np.arange(6, dtype=np.float32).reshape(2, WIDTH)
+    shard.push(np.array([3]), gradients[:1], [], 0)
+    np.testing.assert_array_equal(shard.admitted(np.array([3, 4]), gradients), gradients[:1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_listed_goes_to_any_number_of_servers(size: int) -> None:
+    seen = Seen(90, admit_at=2, expire_after=9)
+    old, new = Team(form_of(seen, row_adagrad(0.1)), 2), Team(form_of(seen, row_adagrad(0.1)), size)
+    for step, ids, gradients in updates(30):
+        old.push(ids, gradients, step)
+    for shard in new.shards:
+        shard.restart(KEY, old.shards[0].shared, 30)
+    for which in ("rows", "counts"):
+        parts = [shard.listed(which, 0, ROWS, ROWS) for shard in old.shards]
+        joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        order = np.argsort(joined["ids"])
+        for rank, shard in enumerate(new.shards):
+            own = order[joined["ids"][order] % size == rank]
+            shard.put_listed(which, {name: one[own] for name, one in joined.items()})
+    for step, ids, gradients in updates(60):
+        if step >= 30:
+            for team in (old, new):
+                team.push(ids, gradients, step)
+            assert old.pull().tobytes() == new.pull().tobytes()
+
+
+def test_lists_come_in_parts() -> None:
+    team = Team(form_of(Seen(ROWS)), 1)
+    (shard,) = team.shards
+    ids = np.random.default_rng(0).permutation(ROWS)[:50]
+    shard.push(ids, np.ones((50, WIDTH), np.float32), [], 0)
+    found, start = list[int](), 0
+    while len(some := shard.listed("rows", start, ROWS, 7)["ids"]):
+        found += some.tolist()
+        start = found[-1] + 1
+    assert found == sorted(ids.tolist())
+
+
+def test_entries_grow_to_what_has_room_and_no_further() -> None:
+    sizes = list[int]()
+    entries = Entries(5000, None, sizes.append)
+    for start in range(0, 5000, 500):
+        assert entries.fits(500, 0)
+        entries.add(np.arange(start, start + 500), 0)
+    assert sizes == [1024, 2048, 4096, 5000]
+    assert not entries.fits(1, 0)
