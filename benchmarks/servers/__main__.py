@@ -14,6 +14,7 @@ from benchmarks.servers.disk import BY_FREQUENCY, disk_case
 from benchmarks.servers.disk_steps import disk_steps_case
 from benchmarks.servers.linked import linked_cases
 from benchmarks.servers.paces import paces_case
+from benchmarks.servers.plot import draw
 from benchmarks.servers.recovering import recover_case
 from benchmarks.servers.steps import step_case
 
@@ -29,8 +30,12 @@ def main() -> int:
     """Measures, and returns the exit status."""
     parser = arguments("servers", __doc__ or "", CASES)
     parser.add_argument("--fbgemm", metavar="PYTHON", help="of an environment with fbgemm-gpu-cpu")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw Parallax' chart to FILE (.png or .svg)")
     options = parser.parse_args()
     wanted, quick = options.only or CASES, options.quick
+    if options.plot and "links" not in wanted:
+        parser.error("--plot draws the case links, which is not among those that run")
+    counted: dict[str, tuple[str, str, int]] = {}
     report = Report(options)
     if "apply" in wanted:
         say("apply")
@@ -43,7 +48,7 @@ def main() -> int:
         model = models.lm1b(20_000, 32, 64) if quick else models.lm1b(793_470, 128, 512)
         step_case(report, model, num_servers=1 if quick else 2, rounds=2 if quick else 6)
     if "links" in wanted:
-        linked_cases(report, quick=quick)
+        counted = linked_cases(report, quick=quick)
     if "paces" in wanted:
         say("paces")
         paces_case(report, seconds=1 if quick else 12, step_seconds=0.1, rounds=1 if quick else 3)
@@ -67,6 +72,8 @@ def main() -> int:
         delta_case(report, num_rows=sizes[0], size=sizes[1], widths=(32, 64))
     for claim, (target, why) in _LATER.items():
         report.not_measured(claim, target, why)
+    if options.plot and counted:
+        draw(report.rows, counted, options.plot)
     return report.finish()
 
 

@@ -18,7 +18,11 @@ from braidax.parallel import Meeting, Served, open_meeting
 NUM_BATCHES = 3
 PS, PS_ASYNC = "parameter servers", "parameter servers, asynchronous"
 WAIT_SECONDS = 0.5
-_MODELS: Mapping[str, Callable[..., models.Model]] = {"lm1b": models.lm1b, "resnet": models.resnet}
+_MODELS: Mapping[str, Callable[..., models.Model]] = {
+    "lm1b": models.lm1b,
+    "dlrm": models.dlrm,
+    "resnet": models.resnet,
+}
 _PACES = {PS: 0, PS_ASYNC: None}
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, final
 
-from benchmarks.harness import Report, say, take_turns
+from benchmarks.harness import Report, models, say, take_turns
 from benchmarks.harness.namespaces import Network, reason_against
 from benchmarks.servers.link_worker import NUM_BATCHES, PS, PS_ASYNC, WAIT_SECONDS
 from benchmarks.servers.steps import AHEAD, DENSE, LATE, ROWS, SERVERS
@@ -25,19 +25,23 @@ Given = tuple[str, Sequence[Any], dict[str, Any]]
 """A model: its name, sizes of which the batch of a process is the last, and options."""
 
 
-def linked_cases(report: Report, *, quick: bool) -> None:
-    """Measures tables by rows, on servers, all variables on servers, and whole gradients, beside one another."""
+def linked_cases(report: Report, *, quick: bool) -> dict[str, tuple[str, str, int]]:
+    """Measures tables by rows, on servers, all variables on servers, and whole gradients, beside one another.
+
+    **Returns:** as `draw` takes it: what is counted, in which case and line, and how many of it a step has.
+    """
     claims = {"hybrid_dense": ">= 2.5", "hybrid_ps": ">= 1.2", "resnet_equal": ">= 0.97", "stall": "<= 0.02"}
     if reason := reason_against():
         report.missing("step over links", DENSE, reason)
         for claim, target in claims.items():
             report.not_measured(claim, target, reason)
-        return
+        return {}
     rounds = 2 if quick else 4
     gigabits = (10,) if quick else (10, 1)
     tables: Given = ("lm1b", (20_000, 32, 32) if quick else (793_470, 128, 256), {})
     every = (ROWS, SERVERS, DENSE), (PS, PS_ASYNC)
     case = f"step, {_WORKERS} processes, {_in_words(tables)}"
+    counted = {"LM1B, words": (case, _AT, _WORKERS * tables[1][-1] * models.STEPS)}
     _measure(report, case, tables, every, gigabits=gigabits, rounds=rounds)
     report.against("hybrid_dense", case, "time", ours=ROWS, peers=[DENSE], at=[_AT], at_least=2.5)
     wide: Given = ("lm1b", (20_000, 32, 4) if quick else (793_470, 128, 4), {"state": 128 if quick else 2048})
@@ -46,11 +50,24 @@ def linked_cases(report: Report, *, quick: bool) -> None:
     report.against("hybrid_ps", case, "time", ours=ROWS, peers=[PS], at=[_AT], at_least=1.2)
     images: Given = ("resnet", ((1, 1, 1, 1), 32, 2) if quick else ((3, 4, 6, 3), 64, 4), {})
     case = f"step, {_WORKERS} processes, {_in_words(images)}"
+    counted["ResNet-50, images"] = (case, _AT, _WORKERS * images[1][-1])
     _measure(report, case, images, ((ROWS, DENSE),), gigabits=(10,), rounds=2 * rounds)
     report.against("resnet_equal", case, "time", ours=ROWS, peers=[DENSE], at=[_AT], at_least=0.97)
+    for model in (
+        ("lm1b", (3_000, 64, 2) if quick else (36_549, 512, 2), {"state": 128 if quick else 8192}),
+        ("dlrm", (3_000 if quick else 1_000_000, 64 if quick else 1024), {}),
+    ):
+        case = f"step, {_WORKERS} processes, {_in_words(model)}"
+        _measure(report, case, model, every, gigabits=(10,), rounds=rounds)
+    for num_workers in (1, 3) if quick else (1, 2, 3, 4):
+        small: Given = ("lm1b", (20_000, 32, 32) if quick else (200_000, 64, 64), {})
+        case = f"step by workers, {_in_words(small)}"
+        groups = ((ROWS, SERVERS), (PS, PS_ASYNC))
+        _measure(report, case, small, groups, gigabits=(10,), rounds=rounds, num_workers=num_workers)
     case = f"step of {1e3 * WAIT_SECONDS:.0f} ms, {_WORKERS} processes, {_in_words(tables)}"
     found = _measure(report, case, tables, ((AHEAD, LATE),), gigabits=(10,), rounds=rounds, waits=True)
     report.at_most("stall", [1 - WAIT_SECONDS / seconds for seconds in found[LATE]], 0.02)
+    return counted
 
 
 def _in_words(model: Given) -> str:
@@ -68,28 +85,36 @@ def _measure(
     gigabits: Sequence[int],
     rounds: int,
     waits: bool = False,
+    num_workers: int | None = None,
 ) -> dict[str, list[float]]:
-    """Measures systems over links. **Arguments:** `groups`: of systems that the same processes run. `waits`: as
-    `Steps`. **Returns:** seconds by system over the last links."""
+    """Measures systems over links.
+
+    **Arguments:** `groups`: of systems that the same processes run. `waits`: as `Steps`. `num_workers`: how many of
+    several lines of a case; None where it has those of all cases.
+
+    **Returns:** seconds by system over the last links.
+    """
     found: dict[str, list[float]] = {}
-    with Network(_WORKERS) as network, ExitStack() as stack:
+    size = _WORKERS if num_workers is None else num_workers
+    with Network(size) as network, ExitStack() as stack:
         network.name_hosts()
         systems: dict[str, _Workers] = {}
         for number, group in enumerate(groups):
             num_steps = _WAITING_STEPS if waits else NUM_BATCHES
-            given = {"model": model, "systems": group, "waits": waits, "servers": _WORKERS, "num_steps": num_steps}
+            given = {"model": model, "systems": group, "waits": waits, "servers": size, "num_steps": num_steps}
             workers = stack.enter_context(_Workers(network, given, _PORT + number))
             systems |= dict.fromkeys(group, workers)
         for gigabit in gigabits:
-            for host in range(_WORKERS):
+            at = f"{gigabit} Gbit/s" if num_workers is None else f"{size} workers"
+            for host in range(size):
                 network.limit(host, gigabit * _GIGABIT)
             say(f"{case}: links of {gigabit} Gbit/s")
             taken = take_turns({name: partial(one.take, name) for name, one in systems.items()}, rounds=rounds)
             for name, seconds in taken.items():
                 found[name] = seconds[1:]
-                report.add(case, name, "time", "ms", [1e3 * one for one in found[name]], at=f"{gigabit} Gbit/s")
+                report.add(case, name, "time", "ms", [1e3 * one for one in found[name]], at=at)
             for name, workers in systems.items():
-                report.add(case, name, "sent by a host", "MB", [workers.sent[name] / 1e6], at=f"{gigabit} Gbit/s")
+                report.add(case, name, "sent by a host", "MB", [workers.sent[name] / 1e6], at=at)
     return found
 
 
