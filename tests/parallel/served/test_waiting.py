@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from braidax.errors import ArgumentError
-from braidax.parallel.served.on_servers.server import TableServer, described
+from braidax.parallel.served.on_servers.server import TableServer
+from braidax.parallel.served.on_servers.told import described
 from braidax.parallel.served.wire import packed, unpacked
 from tests.parallel.served.test_server import OPTIMIZERS, ROWS, WIDTH, ask, form_of, push, rows_of
 
