@@ -22,6 +22,8 @@ from braidax.parallel.given.initial import trace_init
 from braidax.parallel.given.loss import Loss
 from braidax.parallel.plan.plan import Plan
 from braidax.parallel.rows import row_adagrad
+from braidax.parallel.served.files import publishing
+from braidax.parallel.served.files.form import Header, listed, opened
 from braidax.program import rows_alone
 from tests.parallel.models import assert_close, copied, make_mesh, single_device, specs
 from tests.parallel.test_hybrid import OPTIMIZERS, as_plain, init, make_batch, pooled
@@ -29,6 +31,7 @@ from tests.parallel.test_hybrid import OPTIMIZERS, as_plain, init, make_batch, p
 ADAGRAD = optax.adagrad(0.3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.3))
 HUGE = 2**31 - 1
+SLOW = pytest.mark.slow
 SEEN = bx.Seen(capacity=1000)
 
 
@@ -67,8 +70,15 @@ def assert_equal_rows(step: Any, tables: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(whole[others], np.asarray(first[name])[others])
 
 
-@pytest.mark.parametrize("case", ["adagrad", "clipped", "own"])
-@pytest.mark.parametrize("num_servers", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("case", "num_servers"),
+    [
+        ("adagrad", 2),
+        ("clipped", 3),
+        ("own", 1),
+        *(pytest.param(*one, marks=SLOW) for one in [("adagrad", 1), ("own", 3)]),
+    ],
+)
 def test_training_is_that_with_all_rows(case: str, num_servers: int) -> None:
     """Bit by bit that of servers with all rows, and as close to one device as these are."""
     optimizer = {"adagrad": ADAGRAD, "clipped": CLIPPED, "own": optax.adam(1e-2)}[case]
@@ -194,14 +204,13 @@ def test_what_servers_cannot_tell_is_refused(gang: LocalGang) -> None:
             make_step(gang, SEEN, optimizer)
 
 
-def test_what_needs_all_rows_is_refused(gang: LocalGang, tmp_path: Any) -> None:
+def test_what_needs_all_rows_is_refused(gang: LocalGang) -> None:
     with make_step(gang, SEEN) as step:
         state = step.init(jax.random.key(3))
         for name, call in {
             "table": lambda: step.table("table"),
             "to_dense": lambda: step.to_dense(state),
             "from_dense": lambda: step.from_dense(state),
-            "publish": lambda: step.publish(tmp_path),
         }.items():
             with pytest.raises(ArgumentError, match=rf"step.{name} reads or writes .* grow as seen: .*step.seen_rows"):
                 call()
@@ -222,7 +231,7 @@ def test_what_does_not_go_with_it(options: dict[str, Any]) -> None:
         bx.Served(seen=SEEN, **options)
 
 
-@pytest.mark.parametrize("seen", [SEEN, bx.Seen(1000, admit_at=2, expire_after=3)], ids=["all", "admitted, and expire"])
+@pytest.mark.parametrize("seen", [pytest.param(SEEN, marks=SLOW), bx.Seen(1000, admit_at=2, expire_after=3)])
 def test_training_goes_on_from_a_checkpoint(tmp_path: Path, seen: bx.Seen) -> None:
     """Saved by two servers, restored to three, and to more room; lists have another length each time."""
     with LocalGang(2) as gang, make_step(gang, seen) as step, Checkpointer(tmp_path, Every(2)) as saver:
@@ -256,3 +265,42 @@ def test_a_checkpoint_with_more_rows_than_have_room(tmp_path: Path, gang: LocalG
             step.seen_rows("table")
         train(step, [], step.init(jax.random.key(3)))
         assert len(step.seen_rows("table")[0]) == 0
+
+
+@pytest.mark.parametrize("num_servers", [pytest.param(1, marks=SLOW), 3])
+def test_files_are_what_is_there(num_servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Base and deltas, followed or read at once, to the bit: a delta has what was read since, and what was given up."""
+    monkeypatch.setattr(publishing, "_BLOCK_BYTES", 256)
+    seen = bx.Seen(1000, admit_at=2, expire_after=2)
+    with LocalGang(num_servers) as gang, make_step(gang, seen) as step:
+        state = step.init(jax.random.key(3))
+        step.publish(tmp_path)
+        follower, told = bx.Published(tmp_path), [header(tmp_path)]
+        for seed in [0, 1, 2, 2, 3, 4, 5, 6, 6, 7]:
+            state, _ = step.update(state, make_batch(seed))
+            step.publish(tmp_path)
+            told.append(header(tmp_path))
+            assert follower.refresh() == 1
+            for found in (follower, bx.Published(tmp_path)):
+                assert not found.tables
+                for name in ("table", "other"):
+                    ids, rows = step.seen_rows(name)
+                    np.testing.assert_array_equal(found.seen[name].ids, ids)
+                    assert found.seen[name].rows.tobytes() == rows.tobytes()
+        state = step.init(jax.random.key(9))
+        step.publish(tmp_path)
+        assert header(tmp_path).kind == "base"
+        follower.refresh()
+        assert len(follower.seen["table"].ids) == 0
+        with pytest.raises(ArgumentError, match=r"grow as seen, and are no arrays of all rows: .*Published"):
+            bx.read_published(tmp_path)
+    assert [one.kind for one in told] == ["base", *["delta"] * 10]
+    assert max(rows.num_gone for one in told for rows in one.tables) > 3
+    assert max(rows.num_rows for one in told for rows in one.tables) > 3
+
+
+def header(folder: Path) -> Header:
+    """Returns that of the newest file."""
+    one = opened(listed(folder)[0][-1])
+    one.file.close()
+    return one.header

@@ -254,3 +254,57 @@ def test_a_header_says_what_it_was_given() -> None:
     assert len(text) == 1000
     assert json.loads(text[32:]) == {"form": 1, **json.loads(json.dumps(asdict(header)))}
     assert (header.file_name, whole_file()[0].file_name) == ("tables-00000007.delta", BASE)
+
+
+GROWING = PublishedRows("users", "float32", (1000, 3), 4, "uint32", "there")
+
+
+def growing(folder: Path, number: int, previous: str, ids: list[int], gone: list[int], **told: Any) -> str:
+    """Writes a file of a table that grows. **Returns:** its checksum."""
+    seen = "there" if number == 0 else "changed"
+    rows = replace(GROWING, num_rows=len(ids), num_gone=len(gone), seen=seen, **told)
+    content = content_of(rows, number, ids) + np.asarray(gone, rows.ids).tobytes()
+    return write(folder, Header(number, "this", number, previous, "", (rows,)), content)
+
+
+def test_tables_that_grow_are_read_and_followed(tmp_path: Path) -> None:
+    first = growing(tmp_path, 0, "", [900, 3, 7], [])
+    follower = bx.Published(tmp_path)
+    assert follower.seen["users"].ids.tolist() == [3, 7, 900]
+    before = follower.seen["users"].rows.copy()
+    growing(tmp_path, 1, first, [8, 3], [900])
+    assert follower.refresh() == 1
+    assert follower.seen["users"].ids.tolist() == [3, 7, 8]
+    new = np.random.default_rng(1).normal(size=(2, 3)).astype(np.float32)
+    np.testing.assert_array_equal(follower.seen["users"].rows, np.stack([new[1], before[1], new[0]]))
+
+
+@pytest.mark.parametrize(
+    ("ids", "gone", "told"),
+    [
+        ([8, 8], [], "it has rows of users twice"),
+        ([8], [8], "it has rows of users twice"),
+        ([8], [4], "some are gone that were not there"),
+        ([1000], [], "it has row 1000 of users, which has 1000"),
+        ([], [1001], "it has row 1001 of users, which has 1000"),
+    ],
+)
+def test_what_a_table_that_grows_cannot_have_is_refused(
+    tmp_path: Path, ids: list[int], gone: list[int], told: str
+) -> None:
+    """And changes nothing."""
+    first = growing(tmp_path, 0, "", [900, 3, 7], [])
+    follower = bx.Published(tmp_path)
+    growing(tmp_path, 1, first, ids, gone)
+    with pytest.raises(FormatError, match=told):
+        follower.refresh()
+    assert follower.seen["users"].ids.tolist() == [3, 7, 900]
+
+
+@pytest.mark.parametrize("told", [{"ids": ""}, {"seen": "some"}, {"seen": "there", "num_gone": 1}, {"num_gone": 1001}])
+def test_headers_that_tell_no_table_that_grows(tmp_path: Path, told: dict[str, Any]) -> None:
+    rows = replace(GROWING, **{"seen": "changed", "num_rows": 0, **told})
+    header = Header(0, "this", 0, "", "", (rows,))
+    (tmp_path / BASE).write_bytes(header.to_bytes() + bytes(4 * rows.num_gone if rows.ids else 0))
+    with pytest.raises(FormatError, match="its header is none"):
+        bx.Published(tmp_path).refresh()

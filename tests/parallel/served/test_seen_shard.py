@@ -12,6 +12,7 @@ from braidax.errors import ArgumentError
 from braidax.parallel import Seen
 from braidax.parallel.given.initial import Born
 from braidax.parallel.rows import row_adagrad, row_optimizer
+from braidax.parallel.served import slot_map
 from braidax.parallel.served.on_servers.entries import Entries
 from braidax.parallel.served.on_servers.seen_shard import SeenShard
 from braidax.parallel.served.on_servers.shard import Shard
@@ -99,6 +100,11 @@ def test_rows_are_what_is_said(size: int, admit_at: int, expire_after: int | Non
         pairs = {(i, c) for one in counted for i, c in zip(one["ids"].tolist(), one["counts"].tolist(), strict=True)}
         assert pairs == {(one, count) for one, (count, _) in told.counts.items()}
     assert 0 < len(told.rows) < ROWS
+
+
+def test_rows_are_what_is_said_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_map, "compiled", lambda: None)
+    test_rows_are_what_is_said(2, 2, 5)
 
 
 def test_rows_that_change_are_known_to_have_changed() -> None:

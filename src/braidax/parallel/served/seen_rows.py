@@ -1,5 +1,6 @@
 """Rows of tables that grow, as those who train see them."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -8,11 +9,12 @@ from numpy.typing import NDArray
 
 from .programs import TableForm
 from .servers import Servers
+from .wire import Message
 
 _BLOCK_BYTES = 16 << 20  # of rows in a message
 _KEPT_OF = 16  # bytes of an id, and when it was touched
 
-Which = Literal["rows", "counts"]
+Which = Literal["rows", "counts", "ids"]
 
 
 class Listed(NamedTuple):
@@ -26,23 +28,44 @@ class Listed(NamedTuple):
 
 
 def list_rows(servers: Servers, form: TableForm, which: Which, first: int, last: int) -> Listed:
-    """Reads what servers have of the ids from `first` on and below `last`, in blocks. **Arguments:** `which`: of it."""
-    most = max(1, _BLOCK_BYTES // _row_bytes(form, which))
-    starts, parts = [first] * servers.num_servers, list[dict[str, NDArray[Any]]]()
-    while True:
-        fields = [{"table": form.name, "which": which, "start": one, "stop": last, "most": most} for one in starts]
-        answers = servers.ask("list", fields.__getitem__)
-        names = [name for name in answers[0].arrays if name != "key" and not name.startswith("shared/")]
-        parts += [{name: answer.arrays[name] for name in names} for answer in answers]
-        nexts = [int(one.arrays["ids"][-1]) + 1 if len(one.arrays["ids"]) == most else last for one in answers]
-        if nexts == [last] * len(nexts):
-            break
-        starts = nexts
-    joined = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    """Reads what servers have of the ids from `first` on and below `last`. **Arguments:** `which`: of it."""
+    parts, answer = list[dict[str, NDArray[Any]]](), None
+    for answer in list_blocks(servers, form, which, (first, last)):
+        parts.append({name: one for name, one in answer.arrays.items() if name != "key" and "shared/" not in name})
+    assert answer is not None, "each server has answered"
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     order = np.argsort(joined["ids"])
-    shared = [answers[0].arrays[f"shared/{at}"].copy() for at in range(form.num_shared)]
-    step = min(int(answer.fields["step"]) for answer in answers)
-    return Listed(step, answers[0].arrays["key"].copy(), shared, {name: one[order] for name, one in joined.items()})
+    shared = [answer.arrays[f"shared/{at}"].copy() for at in range(form.num_shared)]
+    key, arrays = answer.arrays["key"].copy(), {name: one[order] for name, one in joined.items()}
+    return Listed(int(answer.fields["step"]), key, shared, arrays)
+
+
+def list_blocks(
+    servers: Servers,
+    form: TableForm,
+    which: Which,
+    ids: tuple[int, int],
+    *,
+    since: Sequence[int] | None = None,
+    block_bytes: int = _BLOCK_BYTES,
+) -> Iterator[Message]:
+    """Yields what servers have of some ids, at least one answer of each; of one server they come in order.
+
+    **Arguments:** `ids`: the first, and that behind the last. `since`: of each server, the step from which on they were
+    touched; None is ever. `block_bytes`: of rows in a message.
+    """
+    most = max(1, block_bytes // _row_bytes(form, which))
+    starts = [ids[0]] * servers.num_servers
+    while True:
+        fields = [
+            {"table": form.name, "which": which, "start": one, "stop": ids[1], "most": most, "since": step}
+            for one, step in zip(starts, since or [-1] * len(starts), strict=True)
+        ]
+        answers = servers.ask("list", fields.__getitem__)
+        yield from answers
+        starts = [int(one.arrays["ids"][-1]) + 1 if len(one.arrays["ids"]) == most else ids[1] for one in answers]
+        if starts == [ids[1]] * len(starts):
+            return
 
 
 def put_rows(servers: Servers, form: TableForm, which: Which, arrays: dict[str, NDArray[Any]]) -> None:
@@ -58,7 +81,7 @@ def put_rows(servers: Servers, form: TableForm, which: Which, arrays: dict[str, 
 
 
 def _row_bytes(form: TableForm, which: Which) -> int:
-    if which == "counts":
+    if which != "rows":
         return _KEPT_OF + 4
     kept = sum(int(np.prod(one.shape)) * dtype(one.dtype).itemsize for one in form.kept)
     return _KEPT_OF + form.width * dtype(form.dtype).itemsize + kept

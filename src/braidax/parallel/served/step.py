@@ -297,14 +297,14 @@ class ServedStep:
         The first file has all rows; each later one has those that were moved since the one before, a delta. All rows
         are written again where what has changed is not known: when another step goes on with the folder, behind `init`,
         `from_dense` and a restored checkpoint, and of tables whose rows move without a gradient (Adam, momentum, weight
-        decay). A file is there once it is whole and durable. All processes call this, and process 0 writes.
+        decay). Of a table that grows, files have the rows that are there, and deltas those that are gone. A file is
+        there once it is whole and durable. All processes call this, and process 0 writes.
 
         **Arguments:** `folder`: a new one, an empty one, or one that was published into; this step keeps it locked.
 
         **Raises:** `ArgumentError` where it cannot be written to, has files of others, or other tables. `FormatError`
         where its newest file is damaged. `PeerLost` when a server is gone.
         """
-        self._check_has_all_rows("step.publish")
         step = self._settled()
         try:
             if jax.process_index() == 0:

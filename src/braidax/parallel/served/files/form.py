@@ -9,7 +9,8 @@ published/
 ```
 
 A file begins with `braidaxT`, the length of its header and its checksum; the header is JSON. Behind it each table has
-its rows, and which these are. The checksum of a header covers that of the rows; each delta has that of the file before.
+its rows, and which these are; of a table that grows also which are not there any more. The checksum of a header covers
+that of the rows; each delta has that of the file before.
 """
 
 import itertools
@@ -35,6 +36,7 @@ _MOST_HEADER_BYTES = 1 << 24
 _MOST_DIMS = 8
 _MOST = 1 << 62  # what a number in a header may be
 _IDS = ("", "uint32", "uint64")
+_SEEN = ("", "there", "changed")
 _NAME = re.compile(r"tables-(\d{8})\.(base|delta)")
 _UNFINISHED = re.compile(r"\.tables-\d{8}\.[0-9a-f]{16}\.unfinished")
 LOCK_FILE = ".lock"
@@ -53,7 +55,9 @@ class PublishedRows:
     """What a file has of a table.
 
     **Fields:** `name`. `dtype`, `shape`: of the whole table. `num_rows`: in the file. `ids`: dtype of their numbers,
-    which lie behind them; empty where all rows are there, in order.
+    which lie behind them; empty where all rows are there, in order. `seen`: of a table that grows, "there": the rows
+    are all that are there; "changed": those that have changed, and behind their numbers are those of `num_gone` rows
+    that are not there any more. Empty of others.
     """
 
     name: str
@@ -61,6 +65,13 @@ class PublishedRows:
     shape: tuple[int, ...]
     num_rows: int
     ids: str
+    seen: str = ""
+    num_gone: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of files before is needed."""
+        return self.seen == "there" if self.seen else not self.ids
 
     @property
     def row_bytes(self) -> int:
@@ -70,7 +81,8 @@ class PublishedRows:
     @property
     def num_bytes(self) -> int:
         """Of rows and numbers."""
-        return self.num_rows * (self.row_bytes + (np.dtype(self.ids).itemsize if self.ids else 0))
+        of_id = np.dtype(self.ids).itemsize if self.ids else 0
+        return self.num_rows * (self.row_bytes + of_id) + self.num_gone * of_id
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ class Header:
     @property
     def kind(self) -> str:
         """`base` where all rows of all tables are there, otherwise `delta`."""
-        return "delta" if any(one.ids for one in self.tables) else "base"
+        return "base" if all(one.is_whole for one in self.tables) else "delta"
 
     @property
     def file_name(self) -> str:
@@ -210,11 +222,15 @@ def _header(told: Any) -> Header:
 
 def _rows(told: Any) -> PublishedRows:
     shape, dtype = tuple(_number(size) for size in told["shape"]), jnp.dtype(_text(told["dtype"]))
-    rows = PublishedRows(_text(told["name"]), str(dtype), shape, _number(told["num_rows"]), _text(told["ids"]))
+    of_seen = _text(told.get("seen", "")), _number(told.get("num_gone", 0))  # older files tell nothing of it
+    of_rows = _number(told["num_rows"]), _text(told["ids"])
+    rows = PublishedRows(_text(told["name"]), str(dtype), shape, *of_rows, *of_seen)
     if dtype.hasobject or not dtype.itemsize or not 0 < len(shape) <= _MOST_DIMS or rows.ids not in _IDS:
         raise ValueError(f"a table {rows}")
+    if rows.seen not in _SEEN or (rows.seen and not rows.ids) or (rows.num_gone and rows.seen != "changed"):
+        raise ValueError(f"a table {rows}")
     if (
-        rows.num_rows > shape[0]
+        max(rows.num_rows, rows.num_gone) > shape[0]
         or (not rows.ids and rows.num_rows != shape[0])
         or rows.num_bytes > _MOST
         or _most(rows) > _MOST

@@ -4,26 +4,39 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import jax.numpy as jnp
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from braidax.errors import FormatError
+from braidax.errors import ArgumentError, FormatError
 
 from .form import Found, Header, Opened, PublishedRows, damaged, listed, opened
 
 _BLOCK_BYTES = 16 << 20
 
 
+class SeenRows(NamedTuple):
+    """Rows of a table that grows, those that are there. **Fields:** `ids`: int64 `[m]`, in order. `rows`: `[m, …]`."""
+
+    ids: NDArray[np.int64]
+    rows: NDArray[Any]
+
+
 def read_published(folder: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     """Returns the tables that `ServedStep.publish` has put into a folder, as of the newest file.
 
-    **Raises:** as `Published`.
+    **Raises:** as `Published`. `ArgumentError` where a table grows, and is no array.
     """
-    return Published(folder).tables
+    found = Published(folder)
+    if found.seen:
+        raise ArgumentError(
+            f"folder={str(folder)!r} has {[*found.seen]}, which grow as seen, and are no arrays of all rows: expected "
+            f"to be read by Published(folder).seen, which has (ids, rows) of each"
+        )
+    return found.tables
 
 
 @final
@@ -35,8 +48,8 @@ class Published:
 
     **Arguments:** `folder`: that is published into.
 
-    **Fields:** `tables`: by name, in memory. `version`: the number of the last file that was read. `step`: how many
-    updates the tables have seen.
+    **Fields:** `tables`: by name, in memory. `seen`: of tables that grow, those rows that are there, in new arrays with
+    each file. `version`: the number of the last file that was read. `step`: how many updates the tables have seen.
 
     **Raises:** `FormatError`, with the file and the remedy, where there is none, or one lacks, is damaged, or belongs
     elsewhere.
@@ -45,6 +58,8 @@ class Published:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
         self.tables: dict[str, NDArray[Any]] = {}
+        self.seen: dict[str, SeenRows] = {}
+        self._forms: dict[str, _Form] = {}
         self.version, self.step, self._identity, self._run = -1, 0, "", ""
         if not self.refresh():
             raise FormatError(
@@ -104,13 +119,22 @@ class Published:
             header = one.header
             self._check_place(one)
             _check_rows(one)
-            if not self.tables:
-                self.tables = {rows.name: np.empty(rows.shape, jnp.dtype(rows.dtype)) for rows in header.tables}
-            start = one.start
+            if not self._forms:
+                self._begin([_form(rows) for rows in header.tables])
+            start, seen = one.start, dict[str, SeenRows]()
             for rows in header.tables:
-                _fill(one, rows, start, self.tables[rows.name])
+                if rows.seen:
+                    seen[rows.name] = _grown(one, rows, start, self.seen[rows.name])
+                else:
+                    _fill(one, rows, start, self.tables[rows.name])
                 start += rows.num_bytes
+            self.seen = seen
         self.version, self.step, self._run, self._identity = header.number, header.step, header.run, one.identity
+
+    def _begin(self, forms: Sequence["_Form"]) -> None:
+        self._forms = {one.name: one for one in forms}
+        self.tables = {one.name: np.empty(one.shape, one.dtype) for one in forms if not one.grows}
+        self.seen = {one.name: _nothing(one) for one in forms if one.grows}
 
     def _check_place(self, one: Opened) -> None:
         """Raises `FormatError` for a file that does not belong behind the last one."""
@@ -121,14 +145,48 @@ class Published:
                 f"it follows a file with the checksum {header.previous} of the run {header.run}, and the one before it "
                 f"has {self._identity} of {self._run}: they do not belong to one another",
             )
-        mine = {name: (table.shape, table.dtype) for name, table in self.tables.items()}
-        theirs = {rows.name: (rows.shape, jnp.dtype(rows.dtype)) for rows in header.tables}
+        mine, theirs = self._forms, {rows.name: _form(rows) for rows in header.tables}
         if mine and mine != theirs:
             raise damaged(one.path, f"it has the tables {_told(header)}, and those before are {sorted(mine)}")
 
 
 def _told(header: Header) -> str:
     return ", ".join(f"{rows.name} {rows.dtype}{list(rows.shape)}" for rows in header.tables)
+
+
+class _Form(NamedTuple):
+    """What all files have alike of a table."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    grows: bool
+
+
+def _form(rows: PublishedRows) -> _Form:
+    return _Form(rows.name, rows.shape, jnp.dtype(rows.dtype), bool(rows.seen))
+
+
+def _nothing(form: _Form) -> SeenRows:
+    return SeenRows(np.empty(0, np.int64), np.empty((0, *form.shape[1:]), form.dtype))
+
+
+def _grown(one: Opened, rows: PublishedRows, start: int, table: SeenRows) -> SeenRows:
+    """Returns the rows of a table that grows, as of a file. **Raises:** `FormatError`."""
+    values = np.empty((rows.num_rows, *rows.shape[1:]), jnp.dtype(rows.dtype))
+    numbers = np.empty(rows.num_rows + rows.num_gone, rows.ids)
+    _read(one, start, values.reshape(-1).view(np.uint8))
+    _read(one, start + rows.num_rows * rows.row_bytes, numbers.view(np.uint8))
+    if len(numbers) and int(numbers.max()) >= rows.shape[0]:
+        raise damaged(one.path, f"it has row {int(numbers.max())} of {rows.name}, which has {rows.shape[0]}")
+    numbers = numbers.astype(np.int64)
+    ids, gone = numbers[: rows.num_rows], numbers[rows.num_rows :]
+    if len(np.unique(numbers)) < len(numbers) or not np.isin(gone, table.ids).all():
+        raise damaged(one.path, f"it has rows of {rows.name} twice, or some are gone that were not there")
+    stays = np.zeros(len(table.ids), bool) if rows.is_whole else ~np.isin(table.ids, numbers)
+    every, found = np.concatenate([table.ids[stays], ids]), np.concatenate([table.rows[stays], values])
+    order = np.argsort(every)
+    return SeenRows(every[order], found[order])
 
 
 def _check_rows(one: Opened) -> None:

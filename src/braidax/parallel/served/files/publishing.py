@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 from braidax.parallel.served.programs import TableForm
+from braidax.parallel.served.seen_rows import list_blocks
 from braidax.parallel.served.servers import Servers
+from braidax.parallel.served.wire import Message
 
 from .form import LOCK_FILE, Header, PublishedRows, listed, opened, unfinished_name
 
@@ -68,7 +70,7 @@ class Publisher:
             ) from error
 
     def _write(self, folder: "_Folder", step: int) -> None:
-        seen = {name: self._parts(name) for name in self._forms}
+        seen = {name: self._parts(form) for name, form in self._forms.items()}
         last = folder.last([_rows_of(form, whole=True) for form in self._forms.values()])
         known = folder.seen if last is not None and last.identity == folder.identity else {}
         tables = tuple(
@@ -78,28 +80,37 @@ class Publisher:
         number, previous = (0, "") if last is None else (last.header.number + 1, last.identity)
         header = Header(number, self._run, step, previous, _NO_CHECKSUM, tables)
         length = len(header.to_bytes())  # no number in it will have more digits
-        digest, counts = xxhash.xxh3_128(), dict[str, int]()
+        digest, counts, there = xxhash.xxh3_128(), dict[str, tuple[int, int]](), dict[str, NDArray[np.int64]]()
         with folder.unfinished(number) as (file, finish):
             file.seek(length)
             for rows in tables:
-                counts[rows.name] = 0
-                ids: list[NDArray[Any]] = []
-                since = [part.step for part in known[rows.name]] if rows.ids else [-1] * self._servers.num_servers
+                count, ids, gone = 0, list[NDArray[Any]](), np.empty(0, np.int64)
+                since = [-1] * self._servers.num_servers if rows.is_whole else [one.step for one in known[rows.name]]
                 for which, values in self._rows(rows, since):
-                    counts[rows.name] += len(values)
+                    count += len(values)
                     _put(file, digest, values)
                     ids += [which.astype(rows.ids)] if rows.ids else []
+                if rows.seen:
+                    there[rows.name] = self._ids(rows.name)
+                    gone = gone if rows.is_whole else np.setdiff1d(folder.there[rows.name], there[rows.name])
+                    ids.append(gone.astype(rows.ids))
                 for some in ids:
                     _put(file, digest, some)
-            counted = tuple(replace(rows, num_rows=counts[rows.name]) for rows in tables)
+                counts[rows.name] = count, len(gone)
+            counted = tuple(
+                replace(rows, num_rows=counts[rows.name][0], num_gone=counts[rows.name][1]) for rows in tables
+            )
             header = replace(header, checksum=digest.hexdigest(), tables=counted)
             file.seek(0)
             file.write(header.to_bytes(length))
             finish(header.file_name)
-        folder.seen, folder.identity = seen, header.checksum_in(length)
+        folder.seen, folder.there, folder.identity = seen, there, header.checksum_in(length)
 
-    def _parts(self, name: str) -> list[_Part]:
-        answers = self._servers.ask("changed", lambda _: {"table": name, "since": -1, "start": 0, "most": 0})
+    def _parts(self, form: TableForm) -> list[_Part]:
+        if form.seen is not None:
+            answers: Sequence[Message] = [*list_blocks(self._servers, form, "ids", (0, 0))]
+        else:
+            answers = self._servers.ask("changed", lambda _: {"table": form.name, "since": -1, "start": 0, "most": 0})
         return [_Part(int(one.fields["begun"]), int(one.fields["step"])) for one in answers]
 
     def _rows(self, rows: PublishedRows, since: Sequence[int]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
@@ -107,6 +118,11 @@ class Publisher:
 
         **Arguments:** `since`: for each part a number of updates; below 0 all rows have changed.
         """
+        if rows.seen:
+            blocks = (self._servers, self._forms[rows.name], "rows", (0, rows.shape[0]))
+            for one in list_blocks(*blocks, since=since, block_bytes=_BLOCK_BYTES):
+                yield one.arrays["ids"], one.arrays["values"]
+            return
         size, most = len(since), max(1, _BLOCK_BYTES // max(1, rows.row_bytes))
         ends = [len(range(part, rows.shape[0], size)) for part in range(size)]
         starts = [0] * size
@@ -126,6 +142,11 @@ class Publisher:
                 every[part::size] = values  # all were asked from the same row on
             yield np.empty(0, np.int64), every
 
+    def _ids(self, name: str) -> NDArray[np.int64]:
+        """Returns which rows of a table that grows are there."""
+        blocks = list_blocks(self._servers, self._forms[name], "ids", (0, self._forms[name].shape[0]))
+        return np.concatenate([one.arrays["ids"] for one in blocks])
+
     def close(self) -> None:
         """Gives all folders free. A second call does nothing."""
         for folder in self._folders.values():
@@ -144,8 +165,16 @@ def _follows(known: Sequence[_Part] | None, seen: Sequence[_Part]) -> bool:
 
 
 def _rows_of(form: TableForm, *, whole: bool) -> PublishedRows:
-    ids = "" if whole else "uint32" if form.shape[0] <= 1 << 32 else "uint64"
-    return PublishedRows(form.name, form.dtype, form.shape, form.shape[0], ids)
+    """Returns what a file has of a table. Its numbers of rows are those that there are at most."""
+    ids = "uint32" if form.shape[0] <= 1 << 32 else "uint64"
+    rows = PublishedRows(form.name, form.dtype, form.shape, form.shape[0], "" if whole else ids)
+    if form.seen is None:
+        return rows
+    return replace(rows, ids=ids, seen="there" if whole else "changed", num_gone=0 if whole else form.shape[0])
+
+
+def _as_whole(rows: PublishedRows) -> PublishedRows:
+    return replace(rows, num_rows=rows.shape[0], ids="", seen="there" if rows.seen else "", num_gone=0)
 
 
 def _put(file: IO[bytes], digest: "xxhash.xxh3_128", array: NDArray[Any]) -> None:
@@ -166,6 +195,7 @@ class _Folder:
     """A folder that one step publishes into.
 
     **Fields:** `seen`: what servers had when this step has written its last file, whose checksum is `identity`.
+    `there`: which rows were there then, of tables that grow.
 
     **Raises:** `OSError`. `ArgumentError` where another one publishes there.
     """
@@ -173,6 +203,7 @@ class _Folder:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.seen: _Seen = {}
+        self.there: Mapping[str, NDArray[np.int64]] = {}
         self.identity = ""
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
@@ -218,8 +249,8 @@ class _Folder:
             return None
         one = opened(found[-1])
         one.file.close()
-        theirs = [replace(rows, num_rows=rows.shape[0], ids="") for rows in one.header.tables]
-        if theirs != list(expected):
+        theirs = [_as_whole(rows) for rows in one.header.tables]
+        if theirs != [_as_whole(rows) for rows in expected]:
             told = [[f"{rows.name} {rows.dtype}{list(rows.shape)}" for rows in some] for some in (theirs, expected)]
             raise ArgumentError(
                 f"folder={str(self._path)!r} has the tables {', '.join(told[0])}, and this step has "

@@ -65,10 +65,13 @@ class Entries:
         self.ids[slots] = -1
         self._slots.give_back(slots)
 
-    def listed(self, now: int, start: int, stop: int, most: int) -> NDArray[np.int64]:
-        """Returns the slots of the first ids from `start` on and below `stop`, in order. **Arguments:** `now`: as of
-        `live`. `most`: how many."""
-        used = (self.ids >= start) & (self.ids < stop)
+    def listed(self, now: int, ids: tuple[int, int], most: int, since: int) -> NDArray[np.int64]:
+        """Returns the slots of some ids, in order.
+
+        **Arguments:** `now`: as of `live`. `ids`: the first, and that behind the last. `most`: how many. `since`: the
+        step from which on they were touched.
+        """
+        used = (self.ids >= ids[0]) & (self.ids < ids[1]) & (self.touched >= since)
         if self._expire_after is not None:
             used &= self.touched + self._expire_after >= now
         slots = np.flatnonzero(used)

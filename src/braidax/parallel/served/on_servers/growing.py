@@ -32,9 +32,9 @@ def growing_answers(
     def listed(rank: int, message: Message) -> Any:
         """Reads rows that are there, or counts of ids, by id."""
         shard, fields = growing(message), message.fields
-        arrays = shard.listed(fields["which"], *(int(fields[one]) for one in ("start", "stop", "most")))
+        arrays = shard.listed(fields["which"], *(int(fields[one]) for one in ("start", "stop", "most", "since")))
         shared = {f"shared/{at}": one for at, one in enumerate(shard.shared)}
-        return packed("listed", {"step": num_updates()}, {**arrays, **shared, "key": shard.key})
+        return packed("listed", {"step": num_updates(), "begun": shard.begun}, {**arrays, **shared, "key": shard.key})
 
     def restart(rank: int, message: Message) -> Any:
         """Forgets what is there, for a checkpoint; nothing else is answered until `resume`."""

@@ -16,7 +16,7 @@ from .entries import Entries
 from .first_rows import FirstRows
 from .shard import Shard, check_rows
 
-Which = Literal["rows", "counts"]
+Which = Literal["rows", "counts", "ids"]
 
 
 class _Coming(NamedTuple):
@@ -180,13 +180,16 @@ class SeenShard:
 
     # Lists of what is there
 
-    def listed(self, which: Which, start: int, stop: int, most: int) -> dict[str, NDArray[Any]]:
+    def listed(self, which: Which, start: int, stop: int, most: int, since: int = -1) -> dict[str, NDArray[Any]]:
         """Returns what is there, or is counted, by id: `ids` of the table, `touched`, and `values` and `kept/…`, or
-        `counts`. **Arguments:** `start`, `stop`: ids of the table. `most`: how many at once."""
-        entries = self._there if which == "rows" else self._counted
+        `counts`; with "ids" no more. **Arguments:** `start`, `stop`: ids of the table. `most`: how many at once.
+        `since`: the step from which on they were touched."""
+        entries = self._counted if which == "counts" else self._there
         first, last = (-(-(end - self.rank) // self.size) for end in (start, stop))
-        slots = entries.listed(self._now, first, last, most)
+        slots = entries.listed(self._now, (first, last), most, since)
         found = {"ids": entries.ids[slots] * self.size + self.rank, "touched": entries.touched[slots]}
+        if which == "ids":
+            return found
         if which == "counts":
             return {**found, "counts": self._counts[slots]}
         kept = {f"kept/{at}": leaf[slots] for at, leaf in enumerate(self._rows.kept)}
