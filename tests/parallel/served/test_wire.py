@@ -169,8 +169,8 @@ def make_batches(count: int, size: int = READ) -> list[Any]:
     ]
 
 
-def make_step(gang: Any, wire: Any, *, optimizer: Any = None, **options: Any) -> Any:
-    placed = bx.Served(wire=wire)
+def make_step(gang: Any, wire: Any, *, optimizer: Any = None, copies: int = 1, **options: Any) -> Any:
+    placed = bx.Served(wire=wire, copies=copies)
     given: Any = {
         "mesh": jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]),
         "strategies": {"data": bx.Hybrid(tables=placed, overrides={"params/table": placed})},
@@ -208,7 +208,7 @@ def gang() -> Iterator[LocalGang]:
 def test_rows_move_by_what_arrives_to_the_bit(num_servers: int) -> None:
     with LocalGang(num_servers) as gang:
         for wire in WIRES:
-            with make_step(gang, wire) as step:
+            with make_step(gang, wire, copies=min(2, num_servers)) as step:
                 state = step.init(jax.random.key(0))
                 expected = Oracle(step.table("table"), wire)
                 for number, batch in enumerate(make_batches(8)):

@@ -263,6 +263,12 @@ class ServedFeed:
         """Whether servers sum over the gradients of rows before these move."""
         return bool(self._sums) or self._wants_norm
 
+    @property
+    def sum_specs(self) -> dict[str, list[jax.ShapeDtypeStruct]]:
+        """By table, what servers sum over its rows, in the order of its rules; nothing where nobody needs sums."""
+        found = {name: [one.spec for one in self._rules(name).sums] for name in self.tables}
+        return {name: specs for name, specs in found.items() if specs}
+
     def totals(self, sums: Mapping[str, Sequence[Any]]) -> tuple[dict[int, Any], Any]:
         """Returns what `apply` needs of sums, by number, and the sum of all squares, 0 where the norm is not wanted.
 

@@ -233,7 +233,8 @@ class TableServer:
                 numbers = next(iter(update.told.values()))
             else:
                 *gradients, loss = update.mean_of_dense()
-                found = self._dense.move(gradients, loss)
+                sums = {shard.form.name: shard.sums(rows) for shard, _, rows in given}
+                found = self._dense.move(gradients, loss, sums)
                 numbers = [found.get(shard.form.name, []) for shard, _, _ in given]
             for (shard, ids, gradients), told in zip(given, numbers, strict=True):
                 shard.push(ids, gradients, told, step)
@@ -310,8 +311,7 @@ class TableServer:
         for number, name in enumerate(message.fields["tables"]):
             shard, ids = self._shard(name), message.arrays[f"{number}/ids"]
             shard.check(ids, f"ids of {name}")
-            form = np.empty((len(ids), shard.form.width), shard.values.dtype)
-            told = f"gradients of {name}"
+            form, told = np.empty((len(ids), shard.form.width), shard.values.dtype), f"gradients of {name}"
             gradients = unpacked_rows(message.arrays, f"{number}/gradients", self._wire, form, told)
             given.append((shard, ids, gradients))
         return given
