@@ -119,7 +119,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a scale": ("int8", {"": CODES, "/scales": SCALES[:1]}, "scales of gradients of table are float32[1], expected"),
     "scales": ("int8", {"": CODES, "/scales": SCALES.astype(np.float64)}, "table are float64[2], expected float32[2]"),
     "none at all": ("int8", {}, "gradients of table are missing, expected int8[2, 3]"),
-    "below 0": ("int8", {"": CODES, "/scales": -SCALES}, "table have -1.0: expected numbers above 0, or NaN"),
+    "below 0": ("int8", {"": CODES, "/scales": -SCALES}, "table have -1.0: expected finite numbers above 0"),
+    "inf": ("int8", {"": CODES, "/scales": np.full(2, np.inf, np.float32)}, "table have inf: expected finite"),
 }  # fmt: skip
 
 
