@@ -21,6 +21,11 @@ OPTIMIZERS = {
     "scheduled": optax.adamw(optax.linear_schedule(0.1, 0.01, 20), mask=partial(jax.tree.map, lambda x: x.ndim > 1)),
 }
 
+SUMMED = {  # which sum over all gradients
+    "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.5)),
+    "clipped adagrad": optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.3)),
+}
+
 
 def init(key: jax.Array) -> Any:
     words, kernel = jax.random.split(key)
@@ -68,7 +73,7 @@ def make_step(
 ) -> Any:
     strategies = {"data": bx.ParameterServers() if strategy is None else strategy}
     given: Any = {"mesh": one_device(), "init": init, "batch": spec(size), "servers": servers, **more}
-    return bx.parallelize(fn, OPTIMIZERS[optimizer], strategies=strategies, **given)
+    return bx.parallelize(fn, {**OPTIMIZERS, **SUMMED}[optimizer], strategies=strategies, **given)
 
 
 def own_part(batch: Any, worker: int, workers: int) -> Any:
@@ -80,7 +85,7 @@ def on_one_device(optimizer: str, data: list[Any], *, microbatches: int = 1, fn:
     """Returns the losses and the parameters of single-device training."""
     strategies = {"data": bx.DataParallel()}
     made: Any = {"init": init, "batch": spec(len(data[0]["target"])), "microbatches": microbatches}
-    step: Any = bx.parallelize(fn, OPTIMIZERS[optimizer], one_device(), strategies, **made)
+    step: Any = bx.parallelize(fn, {**OPTIMIZERS, **SUMMED}[optimizer], one_device(), strategies, **made)
     state, losses = step.init(jax.random.key(0)), list[float]()
     for batch in data:
         state, metrics = step.update(state, batch)

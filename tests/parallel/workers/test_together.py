@@ -12,6 +12,7 @@ from braidax.gang import LocalGang
 from tests.parallel.workers.teams import (
     BATCH,
     OPTIMIZERS,
+    SUMMED,
     assert_close,
     batches,
     dense_loss,
@@ -57,11 +58,20 @@ def test_on_any_number_of_servers(servers: int) -> None:
             check_equal(gang, workers, "adam")
 
 
-def check_equal(gang: LocalGang, workers: int, optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", SUMMED)
+@pytest.mark.parametrize("fn", [loss, dense_loss])
+def test_one_server_sums_over_all_gradients(optimizer: str, fn: Any) -> None:
+    """Of the mean of all workers: a row that several of them have counts once."""
+    with LocalGang(1) as gang:
+        for workers in (1, 2, 3):
+            check_equal(gang, workers, optimizer, fn)
+
+
+def check_equal(gang: LocalGang, workers: int, optimizer: str, fn: Any = loss) -> None:
     """Losses, parameters, staleness and steps of all workers."""
     data = batches(NUM_STEPS)
-    expected = on_one_device(optimizer, data, microbatches=workers)
-    found = team(gang, workers, trained(workers, optimizer, data))
+    expected = on_one_device(optimizer, data, microbatches=workers, fn=fn)
+    found = team(gang, workers, trained(workers, optimizer, data, fn))
     mean = np.mean([losses for losses, _, _, _ in found], axis=0)
     np.testing.assert_allclose(mean, expected[0], rtol=1e-6)
     for _, params, staleness, step in found:

@@ -270,6 +270,12 @@ class ServedFeed:
         """Whether servers have all gradients of an update before a row moves: for sums, or to see if there is room."""
         return self.wants_sums or self.placement.seen is not None
 
+    @property
+    def sum_specs(self) -> dict[str, list[jax.ShapeDtypeStruct]]:
+        """By table, what servers sum over its rows, in the order of its rules; nothing where nobody needs sums."""
+        found = {name: [one.spec for one in self._rules(name).sums] for name in self.tables}
+        return {name: specs for name, specs in found.items() if specs}
+
     def totals(self, sums: Mapping[str, Sequence[Any]]) -> tuple[dict[int, Any], Any]:
         """Returns what `apply` needs of sums, by number, and the sum of all squares, 0 where the norm is not wanted.
 

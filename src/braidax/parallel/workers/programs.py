@@ -64,9 +64,9 @@ class WorkerPrograms:
 class _Flat(NamedTuple):
     """An update of all that servers have whole, as a program of flat lists.
 
-    **Fields:** `program`: `(*carry, *gradients, loss) -> (*carry, *numbers)`. `carry`: paths in a state. `owners`: the
-    variable that each of `carry` belongs to, or "". `gradients`: names of the variables that have some. `numbers`: of
-    `DenseForm`.
+    **Fields:** `program`: `(*carry, *gradients, loss, *sums) -> (*carry, *numbers)`. `carry`: paths in a state.
+    `owners`: the variable that each of `carry` belongs to, or "". `gradients`: names of the variables that have some.
+    `numbers`, `sums`: of `DenseForm`.
     """
 
     program: Program
@@ -74,6 +74,7 @@ class _Flat(NamedTuple):
     owners: list[str]
     gradients: list[str]
     numbers: tuple[tuple[str, int], ...]
+    sums: tuple[str, ...]
 
 
 def dense_forms(work: Work, num_servers: int) -> list[DenseForm]:
@@ -104,9 +105,12 @@ def _flat(work: Work) -> _Flat:
     specs, feed = work.form.specs, work.feed
     gradients = work.form.moved(work.form.dense(specs.params))
     counts: dict[str, int] = {}
+    sums = feed.sum_specs if isinstance(feed, ServedFeed) else {}
 
-    def update(carry: Any, gradients: Any, loss: Any) -> Any:
-        given = gradients if feed is None else (gradients, {})
+    def update(carry: Any, gradients: Any, loss: Any, totals: Any) -> Any:
+        given = gradients
+        if isinstance(feed, ServedFeed):
+            given = (gradients, feed.totals(dict(zip(sums, totals, strict=True)))[0])
         step, params, opt_state = work.apply(carry["step"], carry["params"], carry["opt_state"], given, loss)
         numbers: list[Any] = []
         if isinstance(feed, ServedFeed):
@@ -115,14 +119,16 @@ def _flat(work: Work) -> _Flat:
                 counts[name] = len(told)
         return {"opt_state": opt_state, "params": params, "step": step}, numbers
 
-    program = trace(update, _carry_of(specs), gradients, work.loss_spec)
+    program = trace(update, _carry_of(specs), gradients, work.loss_spec, [*sums.values()])
     paths = [path for path, _ in named_leaves(_carry_of(specs))]
     names = {name for name, _ in named_leaves(specs.params)}
     of_state = [path.removeprefix("opt_state/") for path in paths]
     pairs = zip(paths, owners_of(of_state, names), strict=True)
     of_all = ("step", "opt_state/rows/")  # what is kept for rows all servers have alike
     owners = ["" if path.startswith(of_all) else owner for path, owner in pairs]
-    return _Flat(program, paths, owners, [name for name, _ in named_leaves(gradients)], tuple(counts.items()))
+    return _Flat(
+        program, paths, owners, [name for name, _ in named_leaves(gradients)], tuple(counts.items()), tuple(sums)
+    )
 
 
 def _form(work: Work, flat: _Flat, leaves: Sequence[Any], names: set[str], server: int) -> DenseForm:
@@ -130,10 +136,10 @@ def _form(work: Work, flat: _Flat, leaves: Sequence[Any], names: set[str], serve
     own = [at for at, owner in enumerate(flat.owners) if owner in names or not owner]
     moved = [at for at, name in enumerate(flat.gradients) if name in names]
     count, num_numbers = len(flat.carry), sum(num for _, num in flat.numbers)
-    inputs = {*own, *(count + at for at in moved), count + len(flat.gradients)}
+    num_inputs = len(flat.program.closed.jaxpr.invars)
+    inputs = {*own, *(count + at for at in moved), *range(count + len(flat.gradients), num_inputs)}
     wanted = [at in inputs for at in range(count)] + [True] * num_numbers
-    jaxpr = flat.program.closed.jaxpr
-    closed, kept = prune(flat.program.closed, wanted, [at not in inputs for at in range(len(jaxpr.invars))])
+    closed, kept = prune(flat.program.closed, wanted, [at not in inputs for at in range(num_inputs)])
     if others := [at for at, one in enumerate(kept) if one and at not in inputs]:
         told = [flat.carry[at] if at < count else f"the gradient of {flat.gradients[at - count]}" for at in others]
         raise ArgumentError(
@@ -154,6 +160,7 @@ def _form(work: Work, flat: _Flat, leaves: Sequence[Any], names: set[str], serve
         moved=tuple(of_values.index(flat.gradients[at]) for at in moved),
         carry=tuple(KeptForm(flat.carry[at], tuple(leaves[at].shape), str(leaves[at].dtype)) for at in own),
         numbers=flat.numbers,
+        sums=flat.sums,
         begin=exported(*_begun(work, own)),
         update=exported(lambda *given: program(*given), *specs),
     )

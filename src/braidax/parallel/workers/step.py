@@ -60,11 +60,8 @@ class WorkerStep:
         compiler_options: CompilerOptions,
     ) -> None:
         feed = work.feed if isinstance(work.feed, ServedFeed) else None
-        if feed is not None and feed.wants_sums:
-            raise ArgumentError(
-                "optimizer sums over the gradients of all variables, as optax.clip_by_global_norm does, and with "
-                'ParameterServers no process has all: expected one without, or Hybrid(tables="servers")'
-            )
+        if feed is not None:
+            _check_sums(feed, num_servers_of(servers))
         if jax.tree.leaves(work.form.specs.variables):
             raise ArgumentError(
                 "loss_fn asks for variables, which ParameterServers does not take: each worker would have others; "
@@ -296,3 +293,13 @@ class WorkerStep:
     def _table(self, name: str) -> NDArray[Any]:
         shape = self._forms[name].shape
         return self._servers.read(name, 0, shape[0]).values.reshape(shape)
+
+
+def _check_sums(feed: ServedFeed, num_servers: int) -> None:
+    """Raises `ArgumentError` where somebody needs sums over gradients of which no server has all."""
+    if feed.wants_sums and num_servers > 1:
+        raise ArgumentError(
+            f"optimizer sums over the gradients of all variables, as optax.clip_by_global_norm does, and with "
+            f"ParameterServers none of {num_servers} servers has all: expected one server, LocalGang(1), an optimizer "
+            f'without such sums, or Hybrid(tables="servers")'
+        )

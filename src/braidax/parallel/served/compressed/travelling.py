@@ -68,8 +68,8 @@ def unpacked_rows(
     if wire != "int8":
         return rows if wire is None else rows.astype(dtype)
     scales = _checked(arrays, f"{name}/{_SCALES}", np.dtype(np.float32), count, f"scales of {told}")
-    if not (is_scale := (scales > 0) | np.isnan(scales)).all():
-        raise ArgumentError(f"scales of {told} have {scales[~is_scale][0]}: expected numbers above 0, or NaN")
+    if not (is_scale := ((scales > 0) & (scales < np.inf)) | np.isnan(scales)).all():
+        raise ArgumentError(f"scales of {told} have {scales[~is_scale][0]}: expected finite numbers above 0, or NaN")
     with np.errstate(over="ignore"):
         return np.multiply(rows, scales[:, None], dtype=np.float32)
 

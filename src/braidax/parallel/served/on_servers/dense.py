@@ -22,8 +22,8 @@ class DenseForm:
 
     **Fields:** `names`: of the variables. `values`: which of `carry` they are. `moved`: which of them have gradients.
     `carry`: forms, which are called by their paths in a state. `numbers`: tables by name, with how many numbers their
-    rows move by. `begin`: program `key data -> carry`. `update`: program `(*carry, *gradients, loss) -> (*carry,
-    *numbers)`.
+    rows move by. `sums`: tables over whose gradients the optimizer needs sums. `begin`: program `key data -> carry`.
+    `update`: program `(*carry, *gradients, loss, *sums) -> (*carry, *numbers)`.
     """
 
     names: tuple[str, ...]
@@ -31,12 +31,13 @@ class DenseForm:
     moved: tuple[int, ...]
     carry: tuple[KeptForm, ...]
     numbers: tuple[tuple[str, int], ...]
+    sums: tuple[str, ...]
     begin: bytes
     update: bytes
 
     def told(self) -> tuple[dict[str, Any], dict[str, NDArray[np.uint8]]]:
         """Returns it as a request has it: JSON values, and the programs."""
-        plain = {one: getattr(self, one) for one in ("names", "values", "moved", "numbers")}
+        plain = {one: getattr(self, one) for one in ("names", "values", "moved", "numbers", "sums")}
         plain["carry"] = [[one.name, one.shape, one.dtype] for one in self.carry]
         programs = {name: np.frombuffer(getattr(self, name), np.uint8) for name in ("begin", "update")}
         return plain, programs
@@ -85,9 +86,16 @@ class DensePart:
             names = [self.form.names[at] for at in self.form.moved]
             raise ArgumentError(f"gradients of {names} are {_words(got)}, expected {_words(wanted)}")
 
-    def move(self, gradients: Sequence[Any], loss: Any) -> dict[str, list[NDArray[Any]]]:
-        """Takes an update. **Returns:** for each table the numbers by which its rows move in it."""
-        found = [np.asarray(one) for one in self._update(*self.carry, *gradients, loss)]
+    def move(
+        self, gradients: Sequence[Any], loss: Any, sums: Mapping[str, Sequence[Any]]
+    ) -> dict[str, list[NDArray[Any]]]:
+        """Takes an update.
+
+        **Arguments:** `sums`: by table, over the gradients of all its rows. **Returns:** for each table the numbers by
+        which its rows move.
+        """
+        totals = [one for name in self.form.sums for one in sums[name]]
+        found = [np.asarray(one) for one in self._update(*self.carry, *gradients, loss, *totals)]
         count = len(self.carry)
         self.carry, numbers = found[:count], iter(found[count:])
         return {name: [next(numbers) for _ in range(num)] for name, num in self.form.numbers}

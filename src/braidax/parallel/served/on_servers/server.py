@@ -235,7 +235,8 @@ class TableServer:
                 numbers = next(iter(update.told.values()))
             else:
                 *gradients, loss = update.mean_of_dense()
-                found = self._dense.move(gradients, loss)
+                sums = {shard.form.name: shard.sums(rows) for shard, _, rows in given}
+                found = self._dense.move(gradients, loss, sums)
                 numbers = [found.get(shard.form.name, []) for shard, _, _ in given]
             for (shard, ids, gradients), told in zip(given, numbers, strict=True):
                 shard.push(ids, gradients, told, step)
