@@ -121,6 +121,11 @@ class Served:
     def __post_init__(self) -> None:
         if self.wire is not None and self.wire not in WIRES:
             raise ArgumentError(f'wire={self.wire!r}: expected "bfloat16", "int8", or None for rows as they are')
+        if self.seen is not None and self.wire is not None:
+            raise ArgumentError(
+                f"seen={self.seen} with wire={self.wire!r}: what gradients lose on their way would be kept for all rows "
+                f"that there may be: expected wire=None"
+            )
         if self.seen is not None and (self.disk is not None or self.spares):
             raise ArgumentError(
                 f"seen={self.seen} with disk={self.disk!r}, spares={self.spares}: tables that grow are in memory, and "
