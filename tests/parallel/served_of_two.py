@@ -26,9 +26,9 @@ def numbers(case: str) -> list[float]:
     """Trains on eight devices of one process or of two, whose servers the first one has."""
     optimizer, metrics = CASES[case]
     mesh = jax.make_mesh((8,), ("data",))
-    strategies = {"data": bx.Hybrid(tables="servers")}
+    strategies = {"data": bx.Hybrid(tables=bx.Served(spares=1))}
     with contextlib.ExitStack() as stack:
-        servers = stack.enter_context(LocalGang(2)) if jax.process_index() == 0 else None
+        servers = stack.enter_context(LocalGang(3)) if jax.process_index() == 0 else None
         made: Any = bx.parallelize(
             pooled, optimizer, mesh, strategies, init=init, batch=specs(make_batch()), metrics=metrics, servers=servers
         )
@@ -36,8 +36,9 @@ def numbers(case: str) -> list[float]:
         state, found = step.init(jax.random.key(0)), list[float]()
         batches = [place(make_batch(seed), step.batch_shardings) for seed in range(4)]
         for batch, coming in zip(batches, [*batches[1:], None], strict=True):
-            if coming is not None and jax.process_count() > 1:  # which changes no number
+            if coming is not None and jax.process_count() > 1:  # which changes no number, and neither do more servers
                 step.prepare(coming)
+                step.resize(3 if coming is batches[2] else 2)
             state, told = step.update(state, batch)
             found += [float(told[name]) for name in ("loss", *metrics)]
         found.append(float(step.evaluate(state, make_batch(5))["loss"]))

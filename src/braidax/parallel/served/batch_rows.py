@@ -33,6 +33,10 @@ class BatchRows:
         every = [*own.values()]
         self.unique = every[0] if len(every) == 1 else np.unique(np.concatenate(every))
         self._places = {part: np.searchsorted(self.unique, ids) for part, ids in own.items()}
+        self.divide(num_servers)
+
+    def divide(self, num_servers: int) -> None:
+        """Says that so many servers have the rows."""
         owners = self.unique % num_servers
         order = np.argsort(owners, kind="stable")
         ends = np.searchsorted(owners[order], np.arange(num_servers + 1))

@@ -165,7 +165,7 @@ class ServedStep:
         self._check_state(state)
         self._check_batch(batch)
         placement = self._feed.placement
-        if placement.spares:
+        if self._servers.may_recover:
             self._wait(behind=placement.staleness)
             self._servers.recover(self._wait)
         pulling = self._pulling.take(jax.tree.leaves(batch), self._num_updates)
@@ -226,6 +226,25 @@ class ServedStep:
     def finish(self) -> None:
         """Waits until servers have all that was pushed. **Raises:** what became of that."""
         self._wait()
+
+    def resize(self, num_servers: int) -> None:
+        """Lets another number of servers have the tables, from the next update on; the others are spare.
+
+        Row `id` is then on number `id mod num_servers` of them. Servers that are to have it copy what they lack from
+        those that have it, while the former parts are there still; when all have all, they go on with the new ones. No
+        number depends on it but those of sums over rows, such as a global norm, in their last digits. It may be called
+        any number of times, between two updates; all processes call it. The log says how long it took.
+
+        **Arguments:** `num_servers`: at least as many as `Served` has copies, at most the ranks of the gang that are
+        not lost. As many as there are: nothing is done.
+
+        **Raises:** `ArgumentError` for another number. `CallFailed` where a server has no room in its memory or on its
+        disk; `PeerLost` where one is lost, or a process that trains: tables then stay where they were.
+        """
+        self._wait()
+        self._pulling.wait()
+        self._servers.resize(num_servers)
+        self._pulling.divide()
 
     def close(self, *, others: Literal["wait", "leave"] = "wait") -> None:
         """Ends the servers' part in this: what they have is gone. A second call does nothing.

@@ -84,7 +84,8 @@ class Publisher:
             for rows in tables:
                 counts[rows.name] = 0
                 ids: list[NDArray[Any]] = []
-                since = [part.step for part in known[rows.name]] if rows.ids else [-1] * self._servers.num_servers
+                first = min(part.step for part in known[rows.name]) if rows.ids else -1
+                since = [first] * self._servers.num_servers
                 for which, values in self._rows(rows, since):
                     counts[rows.name] += len(values)
                     _put(file, digest, values)
@@ -139,8 +140,11 @@ def form_rests(form: TableForm) -> bool:
 
 
 def _follows(known: Sequence[_Part] | None, seen: Sequence[_Part]) -> bool:
-    """Whether what has changed since is known: the same rows, moved by updates alone."""
-    return known is not None and [part.begun for part in known] == [part.begun for part in seen]
+    """Whether what has changed since is known: the same rows, moved by updates alone, maybe in other parts."""
+    if known is None:
+        return False
+    begun = [[part.begun for part in some] for some in (known, seen)]
+    return begun[0] == begun[1] or len({*begun[0], *begun[1]}) == 1
 
 
 def _rows_of(form: TableForm, *, whole: bool) -> PublishedRows:

@@ -1,6 +1,6 @@
 """A server: the parts of tables that one rank of a gang has, and what it answers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple, final
 
@@ -16,7 +16,6 @@ from .dense import DenseForm, DensePart
 from .shard import Shard
 from .updates import Given, Update, Updates
 
-_COPIED_BYTES = 32 << 20  # a message, between servers
 _ANEW = ("make", "bear", "load", "load dense")  # what gives a server other tables
 
 
@@ -37,13 +36,15 @@ class TableServer:
     taken when all who train have pushed it, as one of the sum or the mean of their gradients, in their order; or each
     by itself, where they train asynchronously. A request that has to wait is answered later, and others meanwhile.
 
-    **Arguments:** `rank`, `size`: which server of how many this is. `num_workers`: who train. `threads`: as of `Shard`.
+    **Arguments:** `rank`, `size`: which part of how many this is. `num_workers`: who train. `threads`: as of `Shard`.
+
+    **Fields:** `number`, `size`: of the part, and of how many. `run`: whose tables these are. `shards`: by name.
     """
 
     def __init__(self, rank: int, size: int, num_workers: int = 1, threads: Executor | None = None) -> None:
-        self._rank, self._size, self._num_workers, self._threads = rank, size, num_workers, threads
-        self._run = ""  # whose tables these are
-        self._shards: dict[str, Shard] = {}
+        self.number, self.size, self._num_workers, self._threads = rank, size, num_workers, threads
+        self.run = ""  # whose tables these are
+        self.shards: dict[str, Shard] = {}
         self._dense: DensePart | None = None
         self._updates = Updates(f"server {rank}", num_workers, 0)
         self._staleness: int | None = 0
@@ -79,14 +80,14 @@ class TableServer:
         if message.kind not in self._answers:
             raise ArgumentError(f"a server of tables was asked to {message.kind!r}, expected one of {[*self._answers]}")
         run = message.fields.get("run")
-        if message.kind != "make" and run != self._run:
+        if message.kind != "make" and run != self.run:
             raise ArgumentError(
-                f"a request is of the run {run!r}, and server {self._rank} has the tables of {self._run!r}: expected "
+                f"a request is of the run {run!r}, and server {self.number} has the tables of {self.run!r}: expected "
                 f"one run at a time for a gang; give each its own"
             )
         if self._failed and message.kind not in _ANEW:
             raise ArgumentError(
-                f"server {self._rank} has tables that are half of one update and half of another, as {self._failed}: "
+                f"server {self.number} has tables that are half of one update and half of another, as {self._failed}: "
                 f"restore them from a checkpoint"
             )
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -105,25 +106,25 @@ class TableServer:
             given |= {one: tuple(fields[one]) for one in ("shape", "joins")}
             form = TableForm(**given)
             try:
-                self._shards[form.name] = Shard(form, self._rank, self._size, self._threads, disk)
+                self.shards[form.name] = Shard(form, self.number, self.size, self._threads, disk)
             except MemoryError as error:
                 raise MemoryError(
-                    f"server {self._rank} of {self._size} has no memory for its part of {form.name}, "
+                    f"server {self.number} of {self.size} has no memory for its part of {form.name}, "
                     f"{form.dtype}{list(form.shape)}: give more servers, or larger ones"
                 ) from error
         dense = message.fields.get("dense")
         programs = {one: message.arrays[f"dense/{one}"] for one in ("begin", "update")} if dense else {}
         self._dense = DensePart(DenseForm.from_told(dense, programs)) if dense else None
-        self._run = str(message.fields["run"])
+        self.run = str(message.fields["run"])
         self._staleness = message.fields.get("staleness", 0)
         self._averages = message.fields.get("gradients") == "averaged"
-        self._updates = Updates(f"server {self._rank}", self._num_workers, self._staleness)
+        self._updates = Updates(f"server {self.number}", self._num_workers, self._staleness)
         self._gone, self._holder = None, None
         self._begin(0)
         return packed("made")
 
     def _bear(self, rank: int, message: Message) -> Any:
-        for shard in self._shards.values():
+        for shard in self.shards.values():
             shard.bear(message.arrays["key"])
         if self._dense is not None:
             self._dense.bear(message.arrays["key"])
@@ -160,7 +161,7 @@ class TableServer:
         wanted = int(message.fields.get("at_least", 0))
         if wanted > self._updates.step:
             if self._gone is not None:
-                return packed("lost", {"worker": self._gone - self._size})
+                return packed("lost", {"worker": self._gone - self.size})
             return self._later(wanted, rank, message)
         found: dict[str, NDArray[Any]] = {}
         since = int(message.fields["since"])
@@ -185,7 +186,7 @@ class TableServer:
         update = self._update_of(rank, message)
         if len(update.given) < self._num_workers:
             raise ArgumentError(
-                f"sums of step {message.fields['step']} were asked of server {self._rank}, where {len(update.given)} "
+                f"sums of step {message.fields['step']} were asked of server {self.number}, where {len(update.given)} "
                 f"of {self._num_workers} have staged their gradients: expected all of them first"
             )
         pairs = [(at, shard.sums(gradients)) for at, (shard, _, gradients) in enumerate(update.summed())]
@@ -205,7 +206,7 @@ class TableServer:
                 update.given[rank], update.dense[rank] = given, dense
             elif rank not in update.given:
                 raise ArgumentError(
-                    f"gradients of step {step} were not staged on server {self._rank}: expected them first"
+                    f"gradients of step {step} were not staged on server {self.number}: expected them first"
                 )
             pairs = enumerate(fields["num_numbers"])
             update.told[rank] = [[arrays[f"{number}/{at}"].copy() for at in range(count)] for number, count in pairs]
@@ -282,7 +283,7 @@ class TableServer:
     def _hold(self, rank: int, message: Message) -> Any:
         """Lets nobody else push until `release`, so that several reads see the same."""
         if self._holder not in (None, rank):
-            raise ArgumentError(f"server {self._rank} is held by rank {self._holder}: expected one at a time")
+            raise ArgumentError(f"server {self.number} is held by rank {self._holder}: expected one at a time")
         self._holder = rank
         return packed("held", {"step": self._updates.step})
 
@@ -342,48 +343,48 @@ class TableServer:
 
     def _state(self, rank: int, message: Message) -> Any:
         """Tells what a copy of this part has besides rows."""
-        pairs = ((f"{name}/{at}", one) for name, shard in self._shards.items() for at, one in enumerate(shard.shared))
-        begun = {name: shard.begun for name, shard in self._shards.items()}
+        pairs = ((f"{name}/{at}", one) for name, shard in self.shards.items() for at, one in enumerate(shard.shared))
+        begun = {name: shard.begun for name, shard in self.shards.items()}
         return packed("state", {"step": self._updates.step, "begun": begun}, dict(pairs))
 
     def _copy(self, rank: int, message: Message) -> Any:
-        """Reads consecutive rows as they lie here."""
-        shard, start = self._shard(message.fields["table"]), int(message.fields["start"])
-        rows = shard.lying(start, int(message.fields["stop"]))
+        """Reads rows as they lie here, some or `every` so many."""
+        start, stop, every = (int(message.fields[one]) for one in ("start", "stop", "every"))
+        if start < 0 or every < 1:
+            raise ArgumentError(f"start={start}, every={every}: expected 0 or more, and 1 or more")
+        rows = self._shard(message.fields["table"]).lying(slice(start, stop, every))
         return packed("rows", {}, {str(at): leaf for at, leaf in enumerate(rows)})
 
-    def fill(self, ask: Callable[[str, Mapping[str, Any]], Message]) -> None:
-        """Becomes a copy of the same part on another server. **Arguments:** `ask`: asks that one."""
-        state = ask("state", {})
-        for name, shard in self._shards.items():
-            step = max(1, _COPIED_BYTES // max(1, shard.row_bytes))
-            for start in range(0, shard.num_rows, step):
-                stop = min(start + step, shard.num_rows)
-                found = ask("copy", {"table": name, "start": start, "stop": stop}).arrays
-                for leaf, rows in zip(shard.lying(start, stop), found.values(), strict=True):
-                    leaf[:] = rows
-            shard.share([state.arrays[f"{name}/{at}"] for at in range(shard.form.num_shared)])
-            shard.begun = int(state.fields["begun"][name])
-        if self._dense is not None:
-            found = ask("read dense", {}).arrays
-            self._dense.load([found[str(at)] for at in range(len(found))])
-        self._begin(int(state.fields["step"]))
+    def follow(self, states: Sequence[Message]) -> None:
+        """Goes on as others, which have the rows that were copied here, stand. **Arguments:** what they tell as
+        `state`. **Raises:** `ArgumentError` where they have not seen the same updates."""
+        steps = sorted({int(state.fields["step"]) for state in states})
+        if len(steps) != 1:
+            raise ArgumentError(
+                f"part {self.number} of {self.size} was copied from servers that have seen {steps} updates: expected "
+                f"all to have seen the same, between two updates"
+            )
+        for name, shard in self.shards.items():
+            shard.share([states[0].arrays[f"{name}/{at}"] for at in range(shard.form.num_shared)])
+            begun = {int(state.fields["begun"][name]) for state in states}
+            shard.begun = max(begun) + (len(begun) > 1)  # which of them were put there behind others is not known
+        self._begin(steps[0])
 
     def close(self) -> None:
         """Lets go of all tables."""
-        for shard in self._shards.values():
+        for shard in self.shards.values():
             shard.close()
-        self._shards, self._run = {}, ""
+        self.shards, self.run = {}, ""
 
     def _having_dense(self) -> DensePart:
         if self._dense is None:
-            raise ArgumentError(f"server {self._rank} has no variable whole: expected tables by rows to be asked for")
+            raise ArgumentError(f"server {self.number} has no variable whole: expected tables by rows to be asked for")
         return self._dense
 
     def _shard(self, name: Any) -> Shard:
-        if name not in self._shards:
-            raise ArgumentError(f"table {name!r} is not on the servers: expected one of {[*self._shards]}")
-        return self._shards[name]
+        if name not in self.shards:
+            raise ArgumentError(f"table {name!r} is not on the servers: expected one of {[*self.shards]}")
+        return self.shards[name]
 
 
 def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dict[str, NDArray[np.uint8]]]:
