@@ -16,14 +16,10 @@ from benchmarks.servers.linked import linked_cases
 from benchmarks.servers.paces import paces_case
 from benchmarks.servers.plot import draw
 from benchmarks.servers.recovering import recover_case
+from benchmarks.servers.resizing import resize_case
 from benchmarks.servers.steps import step_case
 
-CASES = ("apply", "step", "links", "paces", "recover", "disk", "delta")
-_BUILT = "not built yet"
-_LATER = {
-    "resize": ("<= 1.1", _BUILT),
-}
-"""Claims of later versions, their targets, and why they are not made."""
+CASES = ("apply", "step", "links", "paces", "recover", "resize", "disk", "delta")
 
 
 def main() -> int:
@@ -56,6 +52,10 @@ def main() -> int:
         say("recover")
         rows = 50_000 if quick else 4_000_000
         recover_case(report, num_rows=rows, width=32, rounds=1 if quick else 5)
+    if "resize" in wanted:
+        say("resize")
+        rows = 50_000 if quick else 4_000_000
+        resize_case(report, num_rows=rows, width=32, rounds=1 if quick else 5)
     if "disk" in wanted:
         say("disk")
         if quick:
@@ -70,8 +70,6 @@ def main() -> int:
         say("delta")
         sizes = (10_000, 2_048) if quick else (1_000_000, 32_768)
         delta_case(report, num_rows=sizes[0], size=sizes[1], widths=(32, 64))
-    for claim, (target, why) in _LATER.items():
-        report.not_measured(claim, target, why)
     if options.plot and counted:
         draw(report.rows, counted, options.plot)
     return report.finish()

@@ -37,7 +37,7 @@ def recover_case(report: Report, *, num_rows: int, width: int, rounds: int) -> N
 
 def _recovered(num_rows: int, width: int) -> tuple[float, float, float]:
     told: list[str] = []
-    handler = _Lines(told)
+    handler = Lines(told)
     log = logging.getLogger("braidax")
     log.addHandler(handler)
     random = np.random.default_rng(0)
@@ -47,7 +47,7 @@ def _recovered(num_rows: int, width: int) -> tuple[float, float, float]:
         with LocalGang(3) as gang:
             pids = gang.run(_own_pid)
             step: Any = bx.parallelize(
-                _loss,
+                squared,
                 optax.adagrad(0.1),
                 jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]),
                 strategies,
@@ -58,20 +58,20 @@ def _recovered(num_rows: int, width: int) -> tuple[float, float, float]:
             with step:
                 state, longest = step.init(jax.random.key(0)), 0.0
                 for _ in range(5):
-                    state, _ = step.update(state, _drawn(random, num_rows))
+                    state, _ = step.update(state, drawn(random, num_rows))
                 step.finish()
                 os.kill(pids[0], signal.SIGKILL)
                 begun = time.perf_counter()
                 while not (copied := [one for line in told for one in re.findall(r"place of 0 in ([\d.]+) s", line)]):
                     start = time.perf_counter()
-                    state, _ = step.update(state, _drawn(random, num_rows))
+                    state, _ = step.update(state, drawn(random, num_rows))
                     longest = max(longest, time.perf_counter() - start)
                 return time.perf_counter() - begun, longest, float(copied[0])
     finally:
         log.removeHandler(handler)
 
 
-class _Lines(logging.Handler):
+class Lines(logging.Handler):
     """Puts what is logged into a list."""
 
     def __init__(self, lines: list[str]) -> None:
@@ -87,10 +87,12 @@ def _own_pid(comm: Communicator) -> int:
     return os.getpid()
 
 
-def _drawn(random: np.random.Generator, num_rows: int) -> Any:
+def drawn(random: np.random.Generator, num_rows: int) -> Any:
+    """Returns a batch of ids."""
     return {"ids": random.integers(0, num_rows, (_BATCH, _READ)).astype(np.int32)}
 
 
-def _loss(params: Any, batch: Any) -> Any:
+def squared(params: Any, batch: Any) -> Any:
+    """Returns a loss that reads rows of `words`."""
     read = jnp.take(params["words"], batch["ids"], axis=0).mean(1)
     return jnp.square(jnp.tanh(read @ params["kernel"]) - 1).mean()

@@ -28,9 +28,9 @@ def numbers(case: str) -> list[float]:
     optimizer, metrics = CASES[case]
     mesh = jax.make_mesh((8,), ("data",))
     seen = bx.Seen(500, admit_at=2, expire_after=3) if case == "growing" else None
-    strategies = {"data": bx.Hybrid(tables=bx.Served(seen=seen))}
+    strategies = {"data": bx.Hybrid(tables=bx.Served(seen=seen, spares=0 if seen else 1))}
     with contextlib.ExitStack() as stack:
-        servers = stack.enter_context(LocalGang(2)) if jax.process_index() == 0 else None
+        servers = stack.enter_context(LocalGang(3)) if jax.process_index() == 0 else None
         made: Any = bx.parallelize(
             pooled, optimizer, mesh, strategies, init=init, batch=specs(make_batch()), metrics=metrics, servers=servers
         )
@@ -38,8 +38,10 @@ def numbers(case: str) -> list[float]:
         state, found = step.init(jax.random.key(0)), list[float]()
         batches = [place(make_batch(seed), step.batch_shardings) for seed in range(4)]
         for batch, coming in zip(batches, [*batches[1:], None], strict=True):
-            if coming is not None and jax.process_count() > 1:  # which changes no number
+            if coming is not None and jax.process_count() > 1:  # which changes no number, and neither do more servers
                 step.prepare(coming)
+                if seen is None:
+                    step.resize(3 if coming is batches[2] else 2)
             state, told = step.update(state, batch)
             found += [float(told[name]) for name in ("loss", *metrics)]
         if seen is not None:

@@ -138,5 +138,5 @@ def test_more_copies_than_servers() -> None:
         make_step(gang, "adagrad")
     with LocalGang(2) as gang, pytest.raises(ArgumentError, match="there are 1 servers and 1 spare ones"):
         make_step(gang, "adagrad", spares=1)
-    with pytest.raises(ArgumentError, match="spares=1, copies=1: expected a number of servers"):
-        bx.Served(spares=1)
+    with pytest.raises(ArgumentError, match="spares=-1: expected a number of servers, 0 or more"):
+        bx.Served(spares=-1)

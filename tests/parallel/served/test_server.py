@@ -131,7 +131,7 @@ def test_an_update_that_fails_midway_is_not_gone_on_with(monkeypatch: pytest.Mon
     def fail(*_: Any) -> None:
         raise MemoryError("none is left")
 
-    monkeypatch.setattr(server._shards["table"], "push", fail)
+    monkeypatch.setattr(server.shards["table"], "push", fail)
     with pytest.raises(MemoryError):
         push(server, [1], np.ones((1, WIDTH)), 0)
     monkeypatch.undo()

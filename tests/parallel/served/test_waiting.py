@@ -153,7 +153,7 @@ def test_who_waits_for_an_update_that_fails_is_told(monkeypatch: pytest.MonkeyPa
 
     waiting = pull(server, 1)
     push(server, [2], ONES, 0, rank=8)
-    monkeypatch.setattr(server._shards["table"], "push", fail)
+    monkeypatch.setattr(server.shards["table"], "push", fail)
     with pytest.raises(MemoryError):
         push(server, [2], ONES, 0, rank=9)
     with pytest.raises(ArgumentError, match="half of one update and half of another"):

@@ -102,13 +102,14 @@ class Served:
     **Arguments:** `staleness`: how many updates the rows that a batch reads may lack (stale synchronous parallel, Ho et
     al. 2013): pulling and pushing then take place beside so many of them. 0: training is that of one device. `copies`:
     how many servers have each row, all of which are told of each update: one less may be lost, and training goes on.
-    `spares`: how many servers have nothing until one is lost, whose place they take: they copy what it had from others.
-    `disk`: a folder on the host of each server, in whose file system it keeps its rows, and what the optimizer keeps of
-    them, in files without a name that are gone with it; memory then has those that are used most. None: all are in
-    memory. No number depends on it. `wire`: how rows that are pulled and gradients of rows that are pushed travel.
-    "bfloat16": in half the bytes. "int8": in a quarter, with one scale a row. None: as they are. Servers keep rows as
-    they are; what a gradient loses is added to the row's next one (error feedback: 1-bit SGD, Seide et al. 2014).
-    `seen`: of which ids servers have rows, of each table; None: of all.
+    `spares`: how many servers have nothing at first. `ServedStep.resize` lets them have rows, and with copies they take
+    the place of a server that is lost: they copy what it had from others. `disk`: a folder on the host of each server,
+    in whose file system it keeps its rows, and what the optimizer keeps of them, in files without a name that are gone
+    with it; memory then has those that are used most. None: all are in memory. No number depends on it. `wire`: how
+    rows that are pulled and gradients of rows that are pushed travel. "bfloat16": in half the bytes. "int8": in a
+    quarter, with one scale a row. None: as they are. Servers keep rows as they are; what a gradient loses is added to
+    the row's next one (error feedback: 1-bit SGD, Seide et al. 2014). `seen`: of which ids servers have rows, of each
+    table; None: of all.
     """
 
     staleness: int = 0
@@ -123,8 +124,8 @@ class Served:
             raise ArgumentError(f'wire={self.wire!r}: expected "bfloat16", "int8", or None for rows as they are')
         if self.seen is not None and self.wire is not None:
             raise ArgumentError(
-                f"seen={self.seen} with wire={self.wire!r}: what gradients lose on their way would be kept for all rows "
-                f"that there may be: expected wire=None"
+                f"seen={self.seen} with wire={self.wire!r}: what gradients lose on their way would be kept for all "
+                f"rows that there may be: expected wire=None"
             )
         if self.seen is not None and (self.disk is not None or self.spares):
             raise ArgumentError(
@@ -135,11 +136,8 @@ class Served:
             raise ArgumentError(f"disk={self.disk!r}: expected the path of a folder, a text, or None for memory")
         if self.copies < 1:
             raise ArgumentError(f"copies={self.copies}: expected a number of servers, 1 or more")
-        if self.spares < 0 or (self.spares and self.copies == 1):
-            raise ArgumentError(
-                f"spares={self.spares}, copies={self.copies}: expected a number of servers, 0 or more, and 2 copies at "
-                f"least where there are some: they take the place of a lost server by the copies of what it had"
-            )
+        if self.spares < 0:
+            raise ArgumentError(f"spares={self.spares}: expected a number of servers, 0 or more")
         if self.staleness < 0:
             raise ArgumentError(f"staleness={self.staleness}: expected a number of updates, 0 or more")
 

@@ -3,11 +3,12 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, final
 
 from braidax.errors import PeerLost
 
+from .layouts.layout import Layout
 from .meetings.joining import Joined
 from .wire import Message, packed, unpacked
 
@@ -21,25 +22,21 @@ class Asking:
 
     **Arguments:** `joined`: their world. `copies`: of each part. `spares`: how many servers, the last ones, have none.
 
-    **Fields:** `having`: by part the servers that have it.
+    **Fields:** `num_ranks`: servers, spare ones included. `layout`: which of them have which parts.
     """
 
     def __init__(self, joined: Joined, copies: int, spares: int = 0) -> None:
         self._world, self._gang, self._run = joined.world, joined.gang, joined.meeting.job
-        num_servers, self._copies, self._lost = joined.meeting.num_servers, copies, set[int]()
-        self._num_servers = num_servers - spares  # that have a part
-        self._spares = [*range(self._num_servers, num_servers)]
-        self.having = [
-            [(part + copy) % self._num_servers for copy in range(copies)] for part in range(self._num_servers)
-        ]
+        self.num_ranks, self._lost = joined.meeting.num_servers, set[int]()
+        self.adopt(Layout((*range(self.num_ranks - spares),), copies))
         # A pull that waits for updates of others holds no push up.
-        self._pool = ThreadPoolExecutor(2 * self._num_servers * copies, thread_name_prefix="braidax-ask")
+        self._pool = ThreadPoolExecutor(2 * self.num_ranks * copies, thread_name_prefix="braidax-ask")
 
     def packed(
         self, kind: str, part: int, fields: Mapping[str, Any], arrays: Mapping[str, Any] | None = None
     ) -> list[Any]:
         """Returns a question about a part."""
-        return packed(kind, {**fields, "run": self._run, "part": part}, arrays)
+        return packed(kind, {"parts": self.layout.num_parts, **fields, "run": self._run, "part": part}, arrays)
 
     def ask_all(self, question: Callable[[int], list[Any]], *, of: Literal["one", "all"] = "one") -> list[Message]:
         """Asks the servers of all parts at once.
@@ -50,11 +47,11 @@ class Asking:
         of them raises that fails, in their order.
         """
         if of == "one":
-            others = [self._pool.submit(self._ask_one, question, part) for part in range(1, self._num_servers)]
+            others = [self._pool.submit(self._ask_one, question, part) for part in range(1, self.layout.num_parts)]
             return [self._ask_one(question, 0), *(one.result() for one in others)]
         asked = [
             [self._pool.submit(self._ask, server, part, question) for server in self._holders(part)]
-            for part in range(self._num_servers)
+            for part in range(self.layout.num_parts)
         ]
         return [self._first(part, [one.result() for one in some]) for part, some in enumerate(asked)]
 
@@ -69,19 +66,23 @@ class Asking:
 
     def _holders(self, part: int) -> list[int]:
         """Returns the servers that have a part, and are not known to be lost."""
-        every = self.having[part]
+        every = self._having[part]
         return [server for server in every if server not in self._lost] or every
 
     def _ask(self, server: int, part: int, question: Callable[[int], list[Any]]) -> Message | PeerLost:
+        return self.ask(server, question(part))
+
+    def ask(self, server: int, question: list[Any]) -> Message | PeerLost:
         """Returns the answer of a server, or that it is lost."""
         try:
-            return unpacked(self._world.ask(server, question(part)))
+            return unpacked(self._world.ask(server, question))
         except PeerLost as error:
-            if server not in self._lost and self._copies > 1:
+            has_copies = self.layout.copies > 1 and server in self.layout.ranks
+            if server not in self._lost and has_copies:
                 _log.warning(
                     "server %d of %d is lost (%s); training goes on with the copies of what it had",
                     server,
-                    self._num_servers,
+                    self.num_ranks,
                     error,
                 )
             self._lost.add(server)
@@ -93,38 +94,50 @@ class Asking:
         if found is None:
             last = answers[-1]
             assert isinstance(last, PeerLost), "somebody was asked"
-            copies = "its only copy" if self._copies == 1 else f"all {self._copies} copies"
+            num, rank = self.layout.copies, self.layout.ranks[part]
+            copies = "its only copy" if num == 1 else f"all {num} copies"
             raise PeerLost(
-                f"server {part} of {self._num_servers} is lost, and {copies} of what it had of the tables: {last}; "
+                f"server {rank} of {self.num_ranks} is lost, and {copies} of what it had of the tables: {last}; "
                 f"begin anew from the last checkpoint, with a gang that has all its ranks (gang.replace())",
-                part,
+                rank,
                 last.host,
             ) from last
         return found
 
-    # Servers in place of others
+    # Which servers have what
+
+    @property
+    def having(self) -> list[list[int]]:
+        """By part the servers that have it."""
+        return self._having
+
+    @property
+    def spares(self) -> list[int]:
+        """Servers that have no part."""
+        return [rank for rank in range(self.num_ranks) if rank not in self.layout.ranks]
+
+    @property
+    def may_recover(self) -> bool:
+        """Whether others may take the place of a server that is lost."""
+        return self.layout.copies > 1 and self.num_ranks > self.layout.num_parts
+
+    def lost(self) -> list[int]:
+        """Returns the servers that are known to be lost."""
+        return sorted(self._lost | {rank for rank in self._world.lost if rank < self.num_ranks})
 
     def wanted(self) -> list[tuple[int, int]]:
-        """Returns which servers are lost, and which spare one is to take the place of each."""
-        spares = [spare for spare in self._spares if spare not in self._lost]
-        lost = sorted(rank for rank in self._lost if any(rank in ranks for ranks in self.having))
-        return [*zip(lost, spares, strict=False)]
+        """Returns which servers are lost that have parts, and which spare one is to take the place of each."""
+        lost = self.lost()
+        spares = [spare for spare in self.spares if spare not in lost]
+        return [*zip((rank for rank in lost if rank in self.layout.ranks), spares, strict=False)]
 
-    def fill(self, lost: int, spare: int, question: Callable[[int], list[Any]]) -> None:
-        """Brings what one had that is lost to a spare server. **Arguments:** `question`: makes room for a part.
+    def adopt(self, layout: Layout) -> None:
+        """Asks the servers of another layout from now on."""
+        self.layout, self._having = layout, layout.having
 
-        **Raises:** `PeerLost` where nobody else has it, or the spare one is lost, too.
-        """
-        for part in (part for part, ranks in enumerate(self.having) if lost in ranks):
-            source = next((rank for rank in self._holders(part) if rank not in self._lost), lost)
-            self._first(part, [self._ask(spare, part, question)])
-            filled = self.packed("fill", part, {"source": source})
-            self._first(part, [self._ask(spare, part, lambda _, filled=filled: filled)])
-
-    def replace(self, lost: int, spare: int) -> None:
-        """Asks a spare server from now on in place of one that is lost."""
-        self._spares.remove(spare)
-        self.having = [[spare if rank == lost else rank for rank in ranks] for ranks in self.having]
+    def submit(self, work: Callable[..., Any], *given: Any) -> "Future[Any]":
+        """Lets a thread that asks work."""
+        return self._pool.submit(work, *given)
 
     def close(self) -> None:
         """Leaves the world. A second call does nothing."""

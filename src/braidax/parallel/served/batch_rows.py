@@ -2,12 +2,21 @@
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .row_memory import sum_rows
+
+
+class Rows(NamedTuple):
+    """What a batch reads. **Fields:** `step`: how many updates it has seen. `values`: of rows by table, `[u, D]`.
+    `whole`: variables that servers have whole, by name."""
+
+    step: int
+    values: dict[str, NDArray[Any]]
+    whole: dict[str, NDArray[Any]]
 
 
 @final
@@ -33,6 +42,10 @@ class BatchRows:
         every = [*own.values()]
         self.unique = every[0] if len(every) == 1 else np.unique(np.concatenate(every))
         self._places = {part: np.searchsorted(self.unique, ids) for part, ids in own.items()}
+        self.divide(num_servers)
+
+    def divide(self, num_servers: int) -> None:
+        """Says that so many servers have the rows."""
         owners = self.unique % num_servers
         order = np.argsort(owners, kind="stable")
         ends = np.searchsorted(owners[order], np.arange(num_servers + 1))

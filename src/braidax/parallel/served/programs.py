@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError, import_extra
 from braidax.parallel.given.arrays import strong
@@ -86,6 +87,19 @@ class TableForm:
 
 JOINS: dict[str, np.ufunc] = {"add": np.add, "and": np.logical_and, "or": np.logical_or}
 """How sums over rows are put together."""
+
+
+class TablePart(NamedTuple):
+    """Consecutive rows of a table, as all servers have them.
+
+    **Fields:** `first`: of them. `values`: `[m, D]`. `kept`: arrays `[m, …]` of what the optimizer keeps of them.
+    `shared`: the numbers by which they are brought up.
+    """
+
+    first: int
+    values: NDArray[Any]
+    kept: list[NDArray[Any]]
+    shared: list[NDArray[Any]]
 
 
 class RowRules(NamedTuple):

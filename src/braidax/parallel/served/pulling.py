@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -13,10 +13,10 @@ from braidax.errors import DataError
 from braidax.parallel.rows.options import counted_out_of_range
 from braidax.program import OUT_OF_RANGE
 
-from .batch_rows import BatchRows
+from .batch_rows import BatchRows, Rows
 from .feed import Fed, ServedFeed, ServedReading
 from .parts import local_parts, on_devices
-from .servers import Rows, Servers
+from .servers import Servers
 
 Pulled = tuple[dict[str, BatchRows], Rows]
 """Which rows a batch reads, by table, and these."""
@@ -80,6 +80,17 @@ class Pulling:
                 del self._coming[: at + 1]
                 return one.rows if one.step in (None, step) else None
         return None
+
+    def wait(self) -> None:
+        """Returns when nothing is being pulled."""
+        wait([one.rows for one in self._coming])
+
+    def divide(self) -> None:
+        """Asks as many servers as there are now for what has come, where it is asked for once more."""
+        for one in self._coming:
+            if one.rows.exception() is None:
+                for rows in one.rows.result()[0].values():
+                    rows.divide(self._servers.num_servers)
 
     def forget(self) -> None:
         """Drops all that was begun."""

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from braidax.errors import ArgumentError
 from braidax.host_shard import HostShard
 
-from .programs import TableForm
+from .programs import TableForm, TablePart
 from .seen_rows import Which, list_rows, put_rows
-from .servers import Servers, TablePart
+from .servers import Servers
 
 _STEP, _TABLES = "step", "tables"
 _LISTS: tuple[Which, ...] = ("rows", "counts")

@@ -2,10 +2,8 @@
 
 import contextlib
 import functools
-import logging
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, final
 
 import jax
 import numpy as np
@@ -16,39 +14,17 @@ from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.parallel.plan.placements import Wire
 
 from .asking import Asking
-from .batch_rows import BatchRows
+from .batch_rows import BatchRows, Rows
 from .compressed.feedback import Feedback
 from .compressed.travelling import unpacked_rows
+from .layouts.resizing import Resizing
 from .meetings.joining import Joined
 from .on_servers.dense import DenseForm
 from .on_servers.told import described
-from .programs import JOINS, TableForm
+from .programs import JOINS, TableForm, TablePart
 from .wire import Message, packed
 
-_log = logging.getLogger("braidax")
 _BLOCK_BYTES = 16 << 20  # of a table that is read or written whole, a message
-
-
-class Rows(NamedTuple):
-    """What a batch reads. **Fields:** `step`: how many updates it has seen. `values`: of rows by table, `[u, D]`.
-    `whole`: variables that servers have whole, by name."""
-
-    step: int
-    values: dict[str, NDArray[Any]]
-    whole: dict[str, NDArray[Any]]
-
-
-class TablePart(NamedTuple):
-    """Consecutive rows of a table, as all servers have them.
-
-    **Fields:** `first`: of them. `values`: `[m, D]`. `kept`: arrays `[m, …]` of what the optimizer keeps of them.
-    `shared`: the numbers by which they are brought up.
-    """
-
-    first: int
-    values: NDArray[Any]
-    kept: list[NDArray[Any]]
-    shared: list[NDArray[Any]]
 
 
 @final
@@ -59,9 +35,9 @@ class Servers:
 
     **Arguments:** `joined`: their world. `forms`: of the tables, by name. `staleness`: how many updates one who trains
     may be ahead of another; None: each push is an update by itself. `copies`: how many servers have each part of a
-    table. `spares`: how many servers have none until one is lost. `disk`: the folder in which servers keep tables; None
-    is memory. `wire`: how rows travel. `dense`: by server what it has whole, where those who train have nothing;
-    gradients are then averaged.
+    table. `spares`: how many servers have none at first. `disk`: the folder in which servers keep tables; None is
+    memory. `wire`: how rows travel. `dense`: by server what it has whole, where those who train have nothing; gradients
+    are then averaged.
 
     **Raises:** `ArgumentError`; what servers raise that have no room.
     """
@@ -79,9 +55,8 @@ class Servers:
         dense: Sequence[DenseForm] = (),
     ) -> None:
         self._forms, self._dense, self._joined = forms, dense, joined
-        self._world, self.num_servers = joined.world, joined.meeting.num_servers - spares
+        self._world, self._closed = joined.world, False
         self._num_workers, self.worker = joined.meeting.num_workers, joined.worker
-        self._spares, self._closed = spares, False
         self._wire: Wire | None = wire
         self._asking = Asking(joined, copies, spares)
         self._workers: Communicator | None = None
@@ -94,22 +69,31 @@ class Servers:
             self._feedback = Feedback(forms, wire)
             self._workers = self._world.split(1) if self._num_workers > 1 else None
             more = {"staleness": staleness, "disk": disk, "wire": wire}
-            self._made = functools.partial(self._making, *described(forms), more)
-            self._first_asks(self._made)
+            make = functools.partial(self._making, *described(forms), more)
+            self._resizing = Resizing(self._asking, make, self._workers, self.meet)
+            self._first_asks(lambda part: make("make", part, self.num_servers))
+            for rank in range(self._asking.num_ranks if self.worker == 0 and spares else 0):  # which resize needs
+                self._asking.ask(rank, make("prepare", 0, self.num_servers))
         except BaseException:
             self.close(others="leave")
             raise
 
     def _making(
-        self, tables: list[dict[str, Any]], programs: Mapping[str, Any], more: Mapping[str, Any], part: int
+        self,
+        tables: list[dict[str, Any]],
+        programs: Mapping[str, Any],
+        more: Mapping[str, Any],
+        kind: str,
+        part: int,
+        parts: int,
     ) -> list[Any]:
         """Returns what a server is told that makes a part."""
-        fields, arrays = {"tables": tables, "parts": self.num_servers, **more}, dict(programs)
+        fields, arrays = {"tables": tables, "parts": parts, **more}, dict(programs)
         if self._dense:
             fields["dense"], of_dense = self._dense[part].told()
             fields["gradients"] = "averaged"
             arrays |= {f"dense/{name}": program for name, program in of_dense.items()}
-        return self._asking.packed("make", part, fields, arrays)
+        return self._asking.packed(kind, part, fields, arrays)
 
     def meet(self) -> None:
         """Returns when all processes have called it: what they have pushed before, all servers have.
@@ -128,20 +112,28 @@ class Servers:
 
         **Arguments:** `settle`: returns when servers have all that was pushed.
         """
-        if not self._spares:
-            return
-        wanted = np.array(self._asking.wanted() if self.worker == 0 else [], np.int64).reshape(-1, 2)
-        wanted = self.of_first(wanted)
-        if not len(wanted):
-            return
-        settle()
-        for lost, spare in wanted.tolist():
-            begun = time.monotonic()
-            if self.worker == 0:
-                self._asking.fill(lost, spare, self._made)
-            self.meet()
-            self._asking.replace(lost, spare)
-            _log.warning("server %d has taken the place of %d in %.1f s", spare, lost, time.monotonic() - begun)
+        self._resizing.recover(settle)
+
+    def resize(self, num_servers: int) -> None:
+        """Lets so many servers have the tables; all processes call it, when servers have all that was pushed.
+
+        **Raises:** as `ServedStep.resize`.
+        """
+        if growing := [form.name for form in self._forms.values() if form.seen is not None]:
+            raise ArgumentError(
+                f"resize({num_servers}): {growing} grow as seen, and stay on the servers that they are on"
+            )
+        self._resizing.resize(num_servers)
+
+    @property
+    def num_servers(self) -> int:
+        """That have parts of the tables: row `id` is on number `id % num_servers` of them."""
+        return self._asking.layout.num_parts
+
+    @property
+    def may_recover(self) -> bool:
+        """Whether others may take the place of a server that is lost."""
+        return self._asking.may_recover
 
     def of_first(self, value: NDArray[Any]) -> NDArray[Any]:
         """Returns what the first of all has given; all call it."""

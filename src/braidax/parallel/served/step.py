@@ -18,22 +18,22 @@ from braidax.errors import ArgumentError
 from braidax.gang import Gang
 from braidax.parallel.compiler_options import CompilerOptions
 from braidax.parallel.compute.in_flight import InFlight
-from braidax.parallel.compute.state_form import load_tree
 from braidax.parallel.compute.work import GRAD_NORM, Work
 from braidax.parallel.given.arrays import adopt, canonical, place, typed_key, with_shardings
 from braidax.parallel.run_ahead import check_coming
 from braidax.parallel.state import State
-from braidax.program import Program, difference, named_leaves, specs_of
+from braidax.program import Program, difference, specs_of
 
 from .batch_rows import BatchRows
 from .compiled import ServedPrograms
+from .dense_state import dense_of, write_dense
 from .feed import ServedFeed
 from .files.publishing import Publisher
 from .meetings.joining import join_with_processes
 from .pulling import Pulling, fed_with
 from .saved import ServedTables
 from .seen_rows import list_rows
-from .servers import Servers, TablePart
+from .servers import Servers
 from .summing import Summing
 
 
@@ -167,7 +167,7 @@ class ServedStep:
         self._check_state(state)
         self._check_batch(batch)
         placement = self._feed.placement
-        if placement.spares:
+        if self._servers.may_recover:
             self._wait(behind=placement.staleness)
             self._servers.recover(self._wait)
         pulling = self._pulling.take(jax.tree.leaves(batch), self._num_updates)
@@ -228,6 +228,25 @@ class ServedStep:
     def finish(self) -> None:
         """Waits until servers have all that was pushed. **Raises:** what became of that."""
         self._wait()
+
+    def resize(self, num_servers: int) -> None:
+        """Lets another number of servers have the tables, from the next update on; the others are spare.
+
+        Row `id` is then on number `id mod num_servers` of them. Servers that are to have it copy what they lack from
+        those that have it, while the former parts are there still; when all have all, they go on with the new ones. No
+        number depends on it but those of sums over rows, such as a global norm, in their last digits. It may be called
+        any number of times, between two updates; all processes call it. The log says how long it took.
+
+        **Arguments:** `num_servers`: at least as many as `Served` has copies, at most the ranks of the gang that are
+        not lost. As many as there are: nothing is done.
+
+        **Raises:** `ArgumentError` for another number. `CallFailed` where a server has no room in its memory or on its
+        disk; `PeerLost` where one is lost, or a process that trains: tables then stay where they were.
+        """
+        self._wait()
+        self._pulling.wait()
+        self._servers.resize(num_servers)
+        self._pulling.divide()
 
     def close(self, *, others: Literal["wait", "leave"] = "wait") -> None:
         """Ends the servers' part in this: what they have is gone. A second call does nothing.
@@ -321,17 +340,7 @@ class ServedStep:
         self._check_state(state)
         self._feed.dense_state()
         self._wait()
-        read = {name: self._servers.read(name, 0, spec.shape[0]) for name, spec in self._feed.tables.items()}
-        host = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else np.asarray(leaf), state)
-        values = {name: one.values.reshape(self._feed.tables[name].shape) for name, one in read.items()}
-        dense = load_tree(self._form.of_params, self._form.dense(host.params))
-        of_dense = load_tree(self._form.of_state, host.opt_state["dense"])
-        kept = {
-            name: {form.name: leaf for form, leaf in zip(self._forms[name].kept, one.kept, strict=True)}
-            for name, one in read.items()
-        }
-        params, opt_state = self._form.joined(dense, values), self._feed.joined(of_dense, kept)
-        return replace(host, params=params, opt_state=opt_state, padded=(), shapes=())
+        return dense_of(state, self._form, self._feed, self._servers, self._forms)
 
     def from_dense(self, state: State) -> State:
         """Returns the state of this step from one that single-device training, or `to_dense`, has; tables go to the
@@ -346,13 +355,7 @@ class ServedStep:
         self._wait()
         self._pulling.forget()
         num_updates = int(state.step)
-        params = dict(named_leaves(state.params))
-        for name, (kept, shared) in self._feed.kept_rows(state.opt_state).items():
-            form, (first, last) = self._forms[name], self._servers.own_rows(name)
-            own = [np.asarray(kept[one.name]).reshape(form.shape[0], *one.shape)[first:last] for one in form.kept]
-            values = np.asarray(params[name]).reshape(form.shape[0], form.width)[first:last]
-            self._servers.write(name, TablePart(first, values, own, [np.asarray(one) for one in shared]), num_updates)
-        self._servers.meet()
+        write_dense(state, self._feed, self._servers, self._forms)
         mine = self._form.from_dense(state)
         return self._own(adopt(mine, self.state_shardings), num_updates)
 
@@ -393,7 +396,3 @@ def _with_squares(metrics: dict[str, Any], squares: np.float32) -> dict[str, Any
     if GRAD_NORM not in metrics:
         return metrics
     return {**metrics, GRAD_NORM: jax.numpy.sqrt(jax.numpy.square(metrics[GRAD_NORM]) + squares)}
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -20,13 +20,13 @@ from braidax.parallel.compute.in_flight import InFlight
 from braidax.parallel.compute.work import Work
 from braidax.parallel.given.arrays import canonical, place, typed_key, with_shardings
 from braidax.parallel.plan.parameter_servers import ParameterServers
-from braidax.parallel.served.batch_rows import BatchRows
+from braidax.parallel.served.batch_rows import BatchRows, Rows
 from braidax.parallel.served.compiled import Evaluation
 from braidax.parallel.served.feed import ServedFeed
 from braidax.parallel.served.meetings.joining import join_alone, num_servers_of
 from braidax.parallel.served.pulling import Pulling, fed_with
 from braidax.parallel.served.saved import ServedTables
-from braidax.parallel.served.servers import Rows, Servers
+from braidax.parallel.served.servers import Servers
 from braidax.parallel.served.summing import Summing
 from braidax.parallel.state import State
 from braidax.program import Program, difference, named_leaves, specs_of

@@ -85,7 +85,8 @@ class Publisher:
             file.seek(length)
             for rows in tables:
                 count, ids, gone = 0, list[NDArray[Any]](), np.empty(0, np.int64)
-                since = [-1] * self._servers.num_servers if rows.is_whole else [one.step for one in known[rows.name]]
+                first = -1 if rows.is_whole else min(part.step for part in known[rows.name])
+                since = [first] * self._servers.num_servers
                 for which, values in self._rows(rows, since):
                     count += len(values)
                     _put(file, digest, values)
@@ -160,8 +161,11 @@ def form_rests(form: TableForm) -> bool:
 
 
 def _follows(known: Sequence[_Part] | None, seen: Sequence[_Part]) -> bool:
-    """Whether what has changed since is known: the same rows, moved by updates alone."""
-    return known is not None and [part.begun for part in known] == [part.begun for part in seen]
+    """Whether what has changed since is known: the same rows, moved by updates alone, maybe in other parts."""
+    if known is None:
+        return False
+    begun = [[part.begun for part in some] for some in (known, seen)]
+    return begun[0] == begun[1] or len({*begun[0], *begun[1]}) == 1
 
 
 def _rows_of(form: TableForm, *, whole: bool) -> PublishedRows:

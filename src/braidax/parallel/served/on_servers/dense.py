@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, final
 
 import jax
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 from braidax.parallel.served.programs import KeptForm
+
+_NUM_LOADED = 256  # programs that are kept
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,9 @@ class DensePart:
         return {name: [next(numbers) for _ in range(num)] for name, num in self.form.numbers}
 
 
+@lru_cache(_NUM_LOADED)
 def loaded(program: bytes) -> Any:
-    """Returns a program that was sent as a jitted function."""
+    """Returns a program that was sent as a jitted function, and for the same one the same: it is compiled once."""
     return jax.jit(export.deserialize(bytearray(program)).call)
 
 

@@ -10,7 +10,7 @@ from braidax.parallel.served.programs import TableForm
 
 from .dense import loaded
 
-FEWEST = 256  # rows that a program is compiled for; numbers of rows are rounded up
+FEWEST = 256  # rows that a program is compiled for; numbers of rows are rounded up to powers of two
 _MOST = 8192  # rows that are made at a time
 
 
@@ -39,7 +39,5 @@ class FirstRows:
 
 
 def padded(count: int) -> int:
-    """Returns for how many rows a program is compiled that computes so many: a power of two, or one and a half."""
-    most = max(FEWEST, 1 << max(0, count - 1).bit_length())
-    fewer = most // 4 * 3
-    return fewer if count <= fewer and fewer > FEWEST else most
+    """Returns for how many rows a program is compiled that computes some."""
+    return max(FEWEST, 1 << max(0, count - 1).bit_length())

@@ -1,8 +1,8 @@
 """A server: the parts of tables that one rank of a gang has, and what it answers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import jax
 from numpy.typing import NDArray
@@ -17,19 +17,9 @@ from .growing import growing_answers
 from .seen_shard import SeenShard
 from .shard import Shard
 from .told import forms_from
-from .updates import AnyShard, Given, Update, Updates
+from .updates import AnyShard, Given, Update, Updates, Waiting
 
-_COPIED_BYTES = 32 << 20  # a message, between servers
 _ANEW = ("make", "bear", "load", "load dense", "restart", "put", "resume")  # what gives a server other tables
-
-
-class _Waiting(NamedTuple):
-    """A request that is answered when so many updates were taken. **Fields:** of it; `answer`: that will be."""
-
-    step: int
-    rank: int
-    message: Message
-    answer: "Future[Any]"
 
 
 @final
@@ -40,13 +30,15 @@ class TableServer:
     taken when all who train have pushed it, as one of the sum or the mean of their gradients, in their order; or each
     by itself, where they train asynchronously. A request that has to wait is answered later, and others meanwhile.
 
-    **Arguments:** `rank`, `size`: which server of how many this is. `num_workers`: who train. `threads`: as of `Shard`.
+    **Arguments:** `rank`, `size`: which part of how many this is. `num_workers`: who train. `threads`: as of `Shard`.
+
+    **Fields:** `number`, `size`: of the part, and of how many. `run`: whose tables these are. `shards`: by name.
     """
 
     def __init__(self, rank: int, size: int, num_workers: int = 1, threads: Executor | None = None) -> None:
-        self._rank, self._size, self._num_workers, self._threads = rank, size, num_workers, threads
-        self._run = ""  # whose tables these are
-        self._shards: dict[str, AnyShard] = {}
+        self.number, self.size, self._num_workers, self._threads = rank, size, num_workers, threads
+        self.run = ""  # whose tables these are
+        self.shards: dict[str, AnyShard] = {}
         self._dense: DensePart | None = None
         self._updates = Updates(f"server {rank}", num_workers, 0)
         self._staleness: int | None = 0
@@ -54,7 +46,7 @@ class TableServer:
         self._averages = False  # or sums gradients, which are then of a mean already
         self._failed = ""
         self._gone: int | None = None  # who trains, without whom no update is complete any more
-        self._waiting: list[_Waiting] = []  # for updates
+        self._waiting: list[Waiting] = []  # for updates
         self._holder: int | None = None  # who lets nothing be changed just now
         self._answers: dict[str, Callable[[int, Message], Any]] = {
             "make": self._make,
@@ -84,14 +76,14 @@ class TableServer:
         if message.kind not in self._answers:
             raise ArgumentError(f"a server of tables was asked to {message.kind!r}, expected one of {[*self._answers]}")
         run = message.fields.get("run")
-        if message.kind != "make" and run != self._run:
+        if message.kind != "make" and run != self.run:
             raise ArgumentError(
-                f"a request is of the run {run!r}, and server {self._rank} has the tables of {self._run!r}: expected "
+                f"a request is of the run {run!r}, and server {self.number} has the tables of {self.run!r}: expected "
                 f"one run at a time for a gang; give each its own"
             )
         if self._failed and message.kind not in _ANEW:
             raise ArgumentError(
-                f"server {self._rank} has tables that are half of one update and half of another, as {self._failed}: "
+                f"server {self.number} has tables that are half of one update and half of another, as {self._failed}: "
                 f"restore them from a checkpoint"
             )
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -104,27 +96,27 @@ class TableServer:
         disk, self._wire = message.fields.get("disk"), wire_from(message.fields.get("wire"))
         self.close()
         for form in forms_from(message.fields["tables"], message.arrays):
-            where = (form, self._rank, self._size, self._threads)
+            where = (form, self.number, self.size, self._threads)
             try:
-                self._shards[form.name] = Shard(*where, disk) if form.seen is None else SeenShard(*where)
+                self.shards[form.name] = Shard(*where, disk) if form.seen is None else SeenShard(*where)
             except MemoryError as error:
                 raise MemoryError(
-                    f"server {self._rank} of {self._size} has no memory for its part of {form.name}, "
+                    f"server {self.number} of {self.size} has no memory for its part of {form.name}, "
                     f"{form.dtype}{list(form.shape)}: give more servers, or larger ones"
                 ) from error
         dense = message.fields.get("dense")
         programs = {one: message.arrays[f"dense/{one}"] for one in ("begin", "update")} if dense else {}
         self._dense = DensePart(DenseForm.from_told(dense, programs)) if dense else None
-        self._run = str(message.fields["run"])
+        self.run = str(message.fields["run"])
         self._staleness = message.fields.get("staleness", 0)
         self._averages = message.fields.get("gradients") == "averaged"
-        self._updates = Updates(f"server {self._rank}", self._num_workers, self._staleness)
+        self._updates = Updates(f"server {self.number}", self._num_workers, self._staleness)
         self._gone, self._holder = None, None
         self._begin(0)
         return packed("made")
 
     def _bear(self, rank: int, message: Message) -> Any:
-        for shard in self._shards.values():
+        for shard in self.shards.values():
             shard.bear(message.arrays["key"])
         if self._dense is not None:
             self._dense.bear(message.arrays["key"])
@@ -133,7 +125,7 @@ class TableServer:
 
     def _load(self, rank: int, message: Message) -> Any:
         """Puts rows in place of those that are there: consecutive ones here, with what is kept of them."""
-        shard, start = self._shard_of_all(message.fields["table"]), int(message.fields["start"])
+        shard, start = self.shard_of_all(message.fields["table"]), int(message.fields["start"])
         arrays = message.arrays
         shard.put(start, arrays["values"], [arrays[f"kept/{at}"] for at in range(len(shard.form.kept))])
         shard.share([arrays[f"shared/{at}"] for at in range(shard.form.num_shared)])
@@ -161,7 +153,7 @@ class TableServer:
         wanted = int(message.fields.get("at_least", 0))
         if wanted > self._updates.step:
             if self._gone is not None:
-                return packed("lost", {"worker": self._gone - self._size})
+                return packed("lost", {"worker": self._gone - self.size})
             return self._later(wanted, rank, message)
         found: dict[str, NDArray[Any]] = {}
         since = int(message.fields["since"])
@@ -186,7 +178,7 @@ class TableServer:
         update = self._update_of(rank, message)
         if len(update.given) < self._num_workers:
             raise ArgumentError(
-                f"sums of step {message.fields['step']} were asked of server {self._rank}, where {len(update.given)} "
+                f"sums of step {message.fields['step']} were asked of server {self.number}, where {len(update.given)} "
                 f"of {self._num_workers} have staged their gradients: expected all of them first"
             )
         moving = [(shard, shard.admitted(ids, gradients)) for shard, ids, gradients in update.summed()]
@@ -210,7 +202,7 @@ class TableServer:
                 update.dense[rank] = dense
             elif rank not in update.given:
                 raise ArgumentError(
-                    f"gradients of step {step} were not staged on server {self._rank}: expected them first"
+                    f"gradients of step {step} were not staged on server {self.number}: expected them first"
                 )
             pairs = enumerate(fields["num_numbers"])
             update.told[rank] = [[arrays[f"{number}/{at}"].copy() for at in range(count)] for number, count in pairs]
@@ -251,7 +243,7 @@ class TableServer:
     # What waits
 
     def _later(self, step: int, rank: int, message: Message) -> "Future[Any]":
-        self._waiting.append(_Waiting(step, rank, message, Future()))
+        self._waiting.append(Waiting(step, rank, message, Future()))
         return self._waiting[-1].answer
 
     def _answer_waiting(self) -> None:
@@ -288,7 +280,7 @@ class TableServer:
     def _hold(self, rank: int, message: Message) -> Any:
         """Lets nobody else push until `release`, so that several reads see the same."""
         if self._holder not in (None, rank):
-            raise ArgumentError(f"server {self._rank} is held by rank {self._holder}: expected one at a time")
+            raise ArgumentError(f"server {self.number} is held by rank {self._holder}: expected one at a time")
         self._holder = rank
         return packed("held", {"step": self._updates.step})
 
@@ -322,7 +314,7 @@ class TableServer:
     def _read(self, rank: int, message: Message) -> Any:
         """Reads consecutive rows here, as they are now, and what is kept of them."""
         shard, start, stop = (
-            self._shard_of_all(message.fields["table"]),
+            self.shard_of_all(message.fields["table"]),
             *(int(message.fields[at]) for at in ("start", "stop")),
         )
         part = slice(max(0, start), min(stop, shard.num_rows))
@@ -333,7 +325,7 @@ class TableServer:
 
     def _changed(self, rank: int, message: Message) -> Any:
         """Reads rows that may have changed since a step, as they are now, and says which of those here they are."""
-        shard, fields = self._shard_of_all(message.fields["table"]), message.fields
+        shard, fields = self.shard_of_all(message.fields["table"]), message.fields
         ids, looked = shard.changed(*(int(fields[one]) for one in ("since", "start", "most")))
         told = {"step": self._updates.step, "begun": shard.begun, "looked": looked}
         return packed("rows", told, {"ids": ids, "values": shard.pull(ids)})
@@ -345,51 +337,51 @@ class TableServer:
 
     def _state(self, rank: int, message: Message) -> Any:
         """Tells what a copy of this part has besides rows."""
-        pairs = ((f"{name}/{at}", one) for name, shard in self._shards.items() for at, one in enumerate(shard.shared))
-        begun = {name: shard.begun for name, shard in self._shards.items()}
+        pairs = ((f"{name}/{at}", one) for name, shard in self.shards.items() for at, one in enumerate(shard.shared))
+        begun = {name: shard.begun for name, shard in self.shards.items()}
         return packed("state", {"step": self._updates.step, "begun": begun}, dict(pairs))
 
     def _copy(self, rank: int, message: Message) -> Any:
-        """Reads consecutive rows as they lie here."""
-        shard, start = self._shard_of_all(message.fields["table"]), int(message.fields["start"])
-        rows = shard.lying(start, int(message.fields["stop"]))
+        """Reads rows as they lie here, some or `every` so many."""
+        start, stop, every = (int(message.fields[one]) for one in ("start", "stop", "every"))
+        if start < 0 or every < 1:
+            raise ArgumentError(f"start={start}, every={every}: expected 0 or more, and 1 or more")
+        rows = self.shard_of_all(message.fields["table"]).lying(slice(start, stop, every))
         return packed("rows", {}, {str(at): leaf for at, leaf in enumerate(rows)})
 
-    def fill(self, ask: Callable[[str, Mapping[str, Any]], Message]) -> None:
-        """Becomes a copy of the same part on another server. **Arguments:** `ask`: asks that one."""
-        state = ask("state", {})
-        for name in self._shards:
-            shard = self._shard_of_all(name)
-            step = max(1, _COPIED_BYTES // max(1, shard.row_bytes))
-            for start in range(0, shard.num_rows, step):
-                stop = min(start + step, shard.num_rows)
-                found = ask("copy", {"table": name, "start": start, "stop": stop}).arrays
-                for leaf, rows in zip(shard.lying(start, stop), found.values(), strict=True):
-                    leaf[:] = rows
-            shard.share([state.arrays[f"{name}/{at}"] for at in range(shard.form.num_shared)])
-            shard.begun = int(state.fields["begun"][name])
-        if self._dense is not None:
-            found = ask("read dense", {}).arrays
-            self._dense.load([found[str(at)] for at in range(len(found))])
-        self._begin(int(state.fields["step"]))
+    def follow(self, states: Sequence[Message]) -> None:
+        """Goes on as others, which have the rows that were copied here, stand. **Arguments:** what they tell as
+        `state`. **Raises:** `ArgumentError` where they have not seen the same updates."""
+        steps = sorted({int(state.fields["step"]) for state in states})
+        if len(steps) != 1:
+            raise ArgumentError(
+                f"part {self.number} of {self.size} was copied from servers that have seen {steps} updates: expected "
+                f"all to have seen the same, between two updates"
+            )
+        for name in self.shards:
+            shard = self.shard_of_all(name)
+            shard.share([states[0].arrays[f"{name}/{at}"] for at in range(shard.form.num_shared)])
+            begun = {int(state.fields["begun"][name]) for state in states}
+            shard.begun = max(begun) + (len(begun) > 1)  # which of them were put there behind others is not known
+        self._begin(steps[0])
 
     def close(self) -> None:
         """Lets go of all tables."""
-        for shard in self._shards.values():
+        for shard in self.shards.values():
             shard.close()
-        self._shards, self._run = {}, ""
+        self.shards, self.run = {}, ""
 
     def _having_dense(self) -> DensePart:
         if self._dense is None:
-            raise ArgumentError(f"server {self._rank} has no variable whole: expected tables by rows to be asked for")
+            raise ArgumentError(f"server {self.number} has no variable whole: expected tables by rows to be asked for")
         return self._dense
 
     def _shard(self, name: Any) -> AnyShard:
-        if name not in self._shards:
-            raise ArgumentError(f"table {name!r} is not on the servers: expected one of {[*self._shards]}")
-        return self._shards[name]
+        if name not in self.shards:
+            raise ArgumentError(f"table {name!r} is not on the servers: expected one of {[*self.shards]}")
+        return self.shards[name]
 
-    def _shard_of_all(self, name: Any) -> Shard:
+    def shard_of_all(self, name: Any) -> Shard:
         """Returns a part of a table of which servers have all rows."""
         if isinstance(shard := self._shard(name), SeenShard):
             raise ArgumentError(

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple, final
 
@@ -87,6 +87,20 @@ class Shard:
         self._sums = loaded(form.programs.sums) if form.programs.sums else None
         self._begun(np.zeros((1, form.width), dtype), 0)
 
+    def compile(self) -> Iterator[int]:
+        """Compiles the programs that move rows, for each number of rows; it yields behind each."""
+        count, numbers = len(self.form.kept), self._shared
+        for size in (FEWEST << power for power in range((self._chunk // FEWEST).bit_length())):
+            room = self._enter()
+            rows = [one[:size] for one in room.rows]
+            with jax.default_device(self._device):
+                if self._adagrad is None:
+                    self._update(room.gradients[:size], *rows[: 1 + count], *numbers)
+                if self._settle is not None:
+                    self._settle(*rows[: 1 + count], *numbers)
+            self._rooms.append(room)
+            yield size
+
     def bear(self, key_data: NDArray[Any]) -> None:
         """Makes the first rows, as the user's `init` makes the table. **Arguments:** `key_data`: of its key."""
         if self.form.programs.rows:
@@ -115,12 +129,12 @@ class Shard:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, with all that is kept of it."""
-        return sum(leaf.nbytes for leaf in self.lying(0, self.num_rows)) // max(1, self.num_rows)
+        return sum(leaf.nbytes for leaf in self.lying(slice(None))) // max(1, self.num_rows)
 
-    def lying(self, start: int, stop: int) -> list[NDArray[Any]]:
-        """Returns consecutive rows as they lie here, which are not brought up, to be read or written: values, what is
-        kept of them, and when each was moved last."""
-        return [leaf[start:stop] for leaf in (self.values, *self.kept, self.touched)]
+    def lying(self, rows: slice) -> list[NDArray[Any]]:
+        """Returns rows as they lie here, which are not brought up, to be read or written: values, what is kept of them,
+        and when each was moved last."""
+        return [leaf[rows] for leaf in (self.values, *self.kept, self.touched)]
 
     def put(self, start: int, values: NDArray[Any], kept: Sequence[NDArray[Any]]) -> None:
         """Puts rows, and what is kept of them, in place of consecutive ones. **Raises:** `ArgumentError`."""

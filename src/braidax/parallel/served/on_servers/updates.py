@@ -2,13 +2,15 @@
 
 import functools
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
+from braidax.parallel.served.wire import Message
 
 from .seen_shard import SeenShard
 from .shard import Shard
@@ -18,6 +20,15 @@ AnyShard = Shard | SeenShard
 
 Given = list[tuple[AnyShard, NDArray[Any], NDArray[Any]]]
 """Gradients of tables: ids, all different, and `[m, D]`."""
+
+
+class Waiting(NamedTuple):
+    """A request that is answered when so many updates were taken. **Fields:** of it; `answer`: that will be."""
+
+    step: int
+    rank: int
+    message: Message
+    answer: "Future[Any]"
 
 
 @dataclass

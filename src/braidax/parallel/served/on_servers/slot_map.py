@@ -6,7 +6,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from .row_memory import compiled
+from braidax.parallel.served.row_memory import compiled
 
 _ENTRY = np.dtype([("id", np.int64), ("hash", np.uint32), ("slot", np.int32)])
 _FEWEST = 1024

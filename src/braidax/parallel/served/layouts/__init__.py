@@ -1,0 +1,1 @@
+"""Which servers have which parts of the tables, and how that changes."""

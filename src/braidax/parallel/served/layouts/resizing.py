@@ -1,0 +1,209 @@
+"""How parts of tables come to servers that do not have them: between two updates, wholly or not at all."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
+from typing import Any, final
+
+import numpy as np
+
+from braidax.comm import Communicator
+from braidax.errors import ArgumentError, BraidaxError, CallFailed, CommError, PeerLost, WaitTimeout
+from braidax.parallel.served.asking import Asking
+
+from .layout import Layout
+
+_log = logging.getLogger("braidax")
+_TOLD: Mapping[str, Callable[[str, int], BraidaxError]] = {
+    "CallFailed": CallFailed,
+    "PeerLost": PeerLost,
+    "WaitTimeout": lambda words, _: WaitTimeout(words),
+    "CommError": lambda words, _: CommError(words),
+}
+"""What may keep parts from where they are to be, as others raise it."""
+
+
+@final
+class Resizing:
+    """Changes which servers have which parts; all who train call a method, between two updates.
+
+    **Arguments:** `asking`: whose layout changes. `make`: returns what makes room for a part of so many: kind, part,
+    parts. `workers`: who train, None for one. `meet`: returns when all of them have called it.
+    """
+
+    def __init__(
+        self,
+        asking: Asking,
+        make: Callable[[str, int, int], list[Any]],
+        workers: Communicator | None,
+        meet: Callable[[], None],
+    ) -> None:
+        self._asking, self._make, self._workers, self._meet = asking, make, workers, meet
+        self._is_first = workers is None or workers.rank == 0
+
+    def recover(self, settle: Callable[[], object]) -> None:
+        """Lets spare servers take the place of those that are lost. **Arguments:** `settle`: returns when servers have
+        all that was pushed."""
+        if not self._asking.may_recover:
+            return
+        wanted = self._of_first(self._asking.wanted() if self._is_first else [])
+        if not wanted:
+            return
+        settle()
+        for lost, spare in wanted:
+            begun = time.monotonic()
+            layout, words = self._asking.layout.replaced(lost, spare), f"to server {spare} in place of {lost}"
+            _, failed = self._change(layout, [spare], words)
+            if isinstance(failed, PeerLost):  # another one takes the place before the next update, if there is one
+                _log.warning("%s", failed)
+            elif failed is not None:
+                raise failed
+            else:
+                _log.warning("server %d has taken the place of %d in %.1f s", spare, lost, time.monotonic() - begun)
+
+    def resize(self, num_servers: int) -> None:
+        """Lets so many servers have parts. **Raises:** as `ServedStep.resize`."""
+        if type(num_servers) is not int:
+            raise ArgumentError(f"num_servers={num_servers!r}: expected a whole number of servers")
+        given = [num_servers] if self._workers is None else [int(one) for one in self._all(num_servers)]
+        if len({*given}) > 1:
+            raise ArgumentError(f"num_servers={num_servers}, and processes say {given}: expected the same of all")
+        former = self._asking.layout
+        if num_servers == former.num_parts:
+            return
+        spares, lost = self._of_first([self._asking.spares, self._asking.lost()] if self._is_first else [])
+        num_live = len({*former.ranks, *spares} - {*lost})
+        if not former.copies <= num_servers <= num_live:
+            raise ArgumentError(
+                f"num_servers={num_servers}: expected {former.copies} to {num_live}, as Served has "
+                f"copies={former.copies}, and {num_live} of the gang's {self._asking.num_ranks} ranks are not lost; "
+                f"start the gang with more ranks, and Served(spares=…) keeps some of them without rows"
+            )
+        begun, layout = time.monotonic(), former.resized(num_servers, spares, lost)
+        num_bytes, failed = self._change(layout, layout.ranks, f"to {num_servers} servers")
+        if failed is not None:
+            raise failed
+        _log.warning(
+            "%d servers have the tables in place of %d: %s bytes were moved in %.3f s",
+            num_servers,
+            former.num_parts,
+            f"{num_bytes:,}",
+            time.monotonic() - begun,
+        )
+
+    def _change(self, layout: Layout, targets: Sequence[int], words: str) -> tuple[int, BraidaxError | None]:
+        """Goes on with another layout, or with the former one.
+
+        **Arguments:** `targets`: the servers whose parts change. `words`: where these go, for errors.
+
+        **Returns:** the bytes that servers have sent to others; why it has not come to that. **Raises:** `PeerLost`
+        when one who trains is gone.
+        """
+        former, num_bytes, raised = self._asking.layout, 0, None
+        try:
+            if self._is_first:
+                try:
+                    num_bytes = self._bring(layout, targets)
+                except (BraidaxError, OSError) as error:
+                    raised = error
+            name = next((one for one in _TOLD if one in {kind.__name__ for kind in type(raised).__mro__}), "CommError")
+            told = None if raised is None else [name, str(raised), getattr(raised, "rank", -1)]
+            failed, num_bytes = self._of_first([told, num_bytes] if self._is_first else [])
+            if failed is None:
+                self._meet()
+        except BaseException:
+            self._drop(targets)
+            raise
+        if failed is not None:
+            self._drop(targets)
+            kind, why, rank = failed
+            stay = f"they stay on {former.num_parts} servers"
+            found = _TOLD[kind](f"tables were not moved {words}, {stay}: {why}", int(rank))
+            found.__cause__ = raised
+            return 0, found
+        late = self._commit(layout, targets, former) if self._is_first else None
+        self._asking.adopt(layout)
+        self._meet()
+        if late is not None:
+            raise late
+        return int(num_bytes), None
+
+    def _bring(self, layout: Layout, targets: Sequence[int]) -> int:
+        """Makes all parts that are coming, and fills them."""
+        size, having = layout.num_parts, self._asking.layout.having
+        pairs = [(rank, part) for rank in targets for part in layout.parts_of(rank)]
+        self._at_once(lambda rank, part, _: self._told(rank, self._make("make coming", part, size)) and 0, pairs)
+
+        def fill(rank: int, part: int, others: Callable[[], bool]) -> int:
+            question = self._asking.packed("fill", part, {"having": having})
+            while not others():
+                answer = self._told(rank, question)
+                if answer.fields["is_full"]:
+                    return int(answer.fields["num_bytes"])
+            return 0
+
+        return sum(self._at_once(fill, pairs))
+
+    def _at_once(
+        self, work: Callable[[int, int, Callable[[], bool]], int], pairs: Sequence[tuple[int, int]]
+    ) -> list[int]:
+        """Works on all parts at once, and returns when nobody works any more. **Arguments:** `work`: is given a server,
+        a part, and what tells whether another one has failed."""
+        failed: list[BaseException] = []
+
+        def one(pair: tuple[int, int]) -> int:
+            try:
+                return work(*pair, lambda: bool(failed))
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        futures = [self._asking.submit(one, pair) for pair in pairs]
+        wait(futures)
+        if failed:
+            raise failed[0]
+        return [future.result() for future in futures]
+
+    def _told(self, rank: int, question: list[Any]) -> Any:
+        answer = self._asking.ask(rank, question)
+        if isinstance(answer, PeerLost):
+            raise answer
+        return answer
+
+    def _commit(self, layout: Layout, targets: Sequence[int], former: Layout) -> BraidaxError | None:
+        """Lets servers go on with what has come. Whoever is lost meanwhile is a lost server of the new layout.
+
+        **Returns:** what a server raises, or that it is late: the others have gone on.
+        """
+        raised: BraidaxError | None = None
+        others = [rank for rank in former.ranks if rank not in layout.ranks and rank not in self._asking.lost()]
+        for rank in (*targets, *others):
+            try:
+                self._asking.ask(rank, self._asking.packed("commit", -1, {"own": layout.parts_of(rank)}))
+            except BraidaxError as error:
+                raised = raised or error
+        return raised
+
+    def _drop(self, targets: Sequence[int]) -> None:
+        """Lets go of what was to come."""
+        if self._is_first:
+            for rank in targets:
+                try:
+                    self._asking.ask(rank, self._asking.packed("drop", -1, {}))
+                except BraidaxError as error:  # it goes with the step, or with the next attempt
+                    _log.warning("server %d may keep room for parts that were not moved to it: %s", rank, error)
+
+    def _of_first(self, value: Any) -> Any:
+        """Returns what the first of all has given, of JSON."""
+        if self._workers is None:
+            return json.loads(json.dumps(value))
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        self._meet()
+        return json.loads(bytes(np.asarray(self._workers.broadcast(text))))
+
+    def _all(self, value: int) -> Sequence[Any]:
+        assert self._workers is not None, "there are several"
+        self._meet()
+        return self._workers.all_gather(np.array(value))

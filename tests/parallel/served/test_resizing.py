@@ -1,0 +1,358 @@
+"""Servers that are added and removed while training: not a bit of what they have changes, and what fails is undone."""
+
+import contextlib
+import logging
+import os
+import random
+import re
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import braidax.parallel as bx
+from braidax.checkpoint import Checkpointer, Every
+from braidax.comm import Communicator
+from braidax.errors import ArgumentError, BraidaxError, CallFailed, PeerLost
+from braidax.gang import LocalGang
+from braidax.parallel.given.arrays import place
+from braidax.parallel.rows import row_adagrad
+from braidax.parallel.served.layouts.layout import Layout
+from braidax.parallel.served.on_servers.holder import Holder
+from braidax.parallel.served.on_servers.moving import progressions
+from braidax.parallel.served.wire import packed
+from tests.parallel.models import assert_close, copied, specs
+from tests.parallel.served.test_losing import assert_equal, own_pid
+from tests.parallel.served.test_prepared import ROWS, WIDTH, init, loss, zipf_batches
+
+NUM_STEPS = 12
+SLOW = pytest.mark.slow
+SIZES = {3: 4, 7: 3}  # servers from a step on
+OPTIMIZERS: dict[str, Any] = {
+    "adagrad": optax.adagrad(0.1),
+    "adam": optax.adam(1e-2),
+    "momentum": optax.sgd(0.1, 0.9),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1)),
+}
+
+
+def make_step(gang: Any, optimizer: Any, *, own: Any = None, **served: Any) -> Any:
+    served.setdefault("spares", 2)
+    rows = {} if own is None else {"params/table": own}
+    strategies = {"data": bx.Hybrid({"params/table": bx.Served(**served)}, row_optimizers=rows)}
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    batch = specs(zipf_batches(1)[0])
+    return bx.parallelize(loss, optimizer, mesh, strategies, init=init, batch=batch, servers=gang)
+
+
+def trained(step: Any, before: Callable[[int], object] = lambda number: None, *, ahead: int = 2) -> Any:
+    """Trains, and returns all losses and the tables and what is kept of them. **Arguments:** `before`: each step."""
+    state, losses = step.init(jax.random.key(0)), list[float]()
+    placed = [place(batch, step.batch_shardings) for batch in zipf_batches(NUM_STEPS)]
+    for number, batch in enumerate(placed):
+        for coming in placed[number + ahead : number + ahead + 1] if number else placed[1 : 1 + ahead]:
+            step.prepare(coming)
+        before(number)
+        state, metrics = step.update(state, batch)
+        losses.append(float(metrics["loss"]))
+    step.finish()
+    part = step._servers.read("table", 0, ROWS)
+    return losses, (copied(state.params), part.values, part.kept, part.shared)
+
+
+@pytest.fixture(scope="module")
+def gang() -> Iterator[LocalGang]:
+    with LocalGang(4) as gang:
+        yield gang
+
+
+@pytest.fixture(scope="module")
+def expected(gang: LocalGang) -> Any:
+    """What training by Adagrad comes to, on any number of servers."""
+    with make_step(gang, OPTIMIZERS["adagrad"]) as step:
+        return trained(step)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "adagrad": {},
+    "adam": {},
+    "momentum": {},
+    "clipped": {},
+    "own rows": {"own": row_adagrad(0.1)},
+    "late": {"staleness": 1},
+    "two copies": {"copies": 2},
+    "disk": {"disk": "here"},
+}
+FAST = ("adam", "two copies")
+
+
+@pytest.mark.parametrize("case", [name if name in FAST else pytest.param(name, marks=SLOW) for name in CASES])
+def test_other_numbers_of_servers_change_no_bit(gang: LocalGang, case: str, expected: Any, tmp_path: Path) -> None:
+    """2, 4, 3 and 1 of them; batches are prepared ahead over each change."""
+    options = {**CASES[case], **({"disk": str(tmp_path)} if case == "disk" else {})}
+    optimizer, ahead = OPTIMIZERS.get(case, OPTIMIZERS["adagrad"]), 1 if case == "late" else 2
+    sizes = {**SIZES, 10: options.get("copies", 1)}
+    if case not in ("adagrad", "two copies", "disk"):
+        with make_step(gang, optimizer, **options) as step:
+            expected = trained(step, ahead=ahead)
+    with make_step(gang, optimizer, **options) as step:
+        found = trained(step, lambda number: step.resize(sizes[number]) if number in sizes else None, ahead=ahead)
+        assert step._servers.num_servers == sizes[10]
+    if case == "clipped":  # the norm is a sum over servers
+        assert_close(found, expected, atol=1e-6)
+    else:
+        assert_equal(found, expected)
+
+
+def test_only_rows_that_move_travel(gang: LocalGang, caplog: pytest.LogCaptureFixture) -> None:
+    """Half of them from 2 to 4, and back; a row has its values, the sums of squares, and its last step."""
+    with make_step(gang, OPTIMIZERS["adagrad"]) as step, caplog.at_level(logging.WARNING, "braidax"):
+        step.init(jax.random.key(0))
+        table = step.table("table")
+        for size in (4, 4, 2):
+            step.resize(size)
+            np.testing.assert_array_equal(step.table("table"), table)
+    half = ROWS // 2 * (2 * 4 * WIDTH + 8)
+    found = [re.findall(r"^(\d) servers have .* place of (\d): ([\d,]+) bytes", line) for line in caplog.messages]
+    assert found == [[("4", "2", f"{half:,}")], [("2", "4", f"{half:,}")]]
+
+
+@pytest.mark.parametrize("num_servers", [0, 5, True, "3"])
+def test_numbers_that_cannot_be(gang: LocalGang, num_servers: Any, unchecked: None) -> None:
+    words = f"num_servers={num_servers!r}: expected a whole number of servers"
+    if type(num_servers) is int:
+        words = f"num_servers={num_servers}: expected 1 to 4, as Served has copies=1, and 4 of the gang's 4 ranks are"
+    with make_step(gang, OPTIMIZERS["adagrad"]) as step, pytest.raises(ArgumentError, match=re.escape(words)):
+        step.resize(num_servers)
+
+
+def test_fewer_servers_than_copies(gang: LocalGang) -> None:
+    with make_step(gang, OPTIMIZERS["adagrad"], copies=2) as step:
+        with pytest.raises(ArgumentError, match="num_servers=1: expected 2 to 4, as Served has copies=2"):
+            step.resize(1)
+        assert step._servers.num_servers == 2
+
+
+def test_checkpoints_and_published_tables_behind_it(gang: LocalGang, tmp_path: Path) -> None:
+    """A checkpoint restores to another number, and what is published is a delta with what has changed since."""
+    with Checkpointer(tmp_path / "saved", Every(1)) as saver:
+        with make_step(gang, OPTIMIZERS["adagrad"]) as step:
+            placed = [place(batch, step.batch_shardings) for batch in zipf_batches(4)]
+            state = step.init(jax.random.key(0))
+            state, _ = step.update(state, placed[0])
+            step.publish(tmp_path / "published")
+            state, _ = step.update(state, placed[1])
+            step.resize(3)
+            state, _ = step.update(state, placed[2])
+            step.publish(tmp_path / "published")
+            found = bx.read_published(tmp_path / "published")
+            np.testing.assert_array_equal(found["table"], step.table("table"))
+            names = sorted(path.name for path in (tmp_path / "published").glob("tables-*"))
+            assert names == ["tables-00000000.base", "tables-00000001.delta"]
+            saver.update((state, step.tables))
+            saver.wait()
+            state, expected = step.update(state, placed[3])
+            dense = copied(step.to_dense(state))
+        with make_step(gang, OPTIMIZERS["adagrad"]) as step:
+            step.resize(4)
+            state, _ = saver.restore((step.state_specs, step.tables))
+            state, metrics = step.update(state, placed[3])
+            assert float(metrics["loss"]) == float(expected["loss"])
+            for one, two in zip(jax.tree.leaves(copied(step.to_dense(state))), jax.tree.leaves(dense), strict=True):
+                np.testing.assert_array_equal(one, two)
+
+
+# What fails
+
+
+@contextlib.contextmanager
+def may_raise(kind: type[Exception], match: str) -> Generator[None]:
+    try:
+        yield
+    except kind as error:
+        if match not in str(error):
+            raise
+
+
+def without_memory(comm: Communicator) -> None:
+    """Lets the last rank have no memory for rows."""
+    from braidax.parallel.served.on_servers import shard
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(np, name)
+
+        def zeros(self, *form: Any) -> Any:
+            raise MemoryError
+
+    if comm.rank == comm.size - 1:
+        shard.np = Full()
+
+
+def without_room(comm: Communicator) -> None:
+    """Lets the last rank's disk be full."""
+    from braidax.parallel.served.files import row_files
+
+    found = os.statvfs(".")
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def statvfs(self, descriptor: int) -> Any:
+            return os.statvfs_result((*found[:3], 0, 0, *found[5:]))
+
+    if comm.rank == comm.size - 1:
+        row_files.os = Full()
+
+
+@pytest.mark.parametrize(
+    ("full", "words"),
+    [
+        (without_memory, "server 3 of 4 has no memory for its part of table, float32.*: give more servers"),
+        pytest.param(
+            without_room, "for table, float32.*, part 3 of 4: [\\d,]+ bytes are needed, and 0 are free", marks=SLOW
+        ),
+    ],
+)
+def test_a_server_without_room_changes_nothing(full: Any, words: str, expected: Any, tmp_path: Path) -> None:
+    disk = str(tmp_path) if full is without_room else None
+    with LocalGang(4) as gang:
+        gang.run(full)
+        with make_step(gang, OPTIMIZERS["adagrad"], disk=disk) as step:
+
+            def grow(number: int) -> None:
+                if number in (2, 5):
+                    with pytest.raises(CallFailed, match=f"not moved to 4 servers, they stay on 2 servers: .*{words}"):
+                        step.resize(4)
+                if number == 8:
+                    step.resize(3)
+
+            assert_equal(trained(step, grow), expected)
+
+
+@SLOW
+def test_without_copies_a_lost_part_ends_it() -> None:
+    with LocalGang(3) as gang:
+        pids = gang.run(own_pid)
+        with make_step(gang, OPTIMIZERS["adagrad"], spares=1) as step:
+            state = step.init(jax.random.key(0))
+            step.resize(3)
+            os.kill(pids[2], signal.SIGKILL)
+            with pytest.raises(PeerLost, match="server 2 of 3 is lost, and its only copy of what it had"):
+                for batch in zipf_batches(20):
+                    state, _ = step.update(state, place(batch, step.batch_shardings))
+                    step.finish()
+
+
+@SLOW
+def test_a_new_server_that_is_lost_changes_nothing(expected: Any) -> None:
+    """Of three one is spare and dead: it gets nothing, and two go on; who is lost takes no place."""
+    with LocalGang(3) as gang:
+        pids = gang.run(own_pid)
+        with make_step(gang, OPTIMIZERS["adagrad"], spares=1) as step:
+
+            def grow(number: int) -> None:
+                if number == 3:
+                    os.kill(pids[2], signal.SIGKILL)
+                    with pytest.raises((PeerLost, ArgumentError), match=r"stay on 2 servers|expected 1 to 2"):
+                        step.resize(3)
+                    with pytest.raises(
+                        ArgumentError, match=r"expected 1 to 2, .* 2 of the gang's 3 ranks are not lost"
+                    ):
+                        step.resize(3)
+
+            assert_equal(trained(step, grow), expected)
+
+
+@SLOW
+def test_a_server_that_has_no_rows_any_more_takes_the_place_of_a_lost_one(expected: Any) -> None:
+    """Three of which two are left with rows; then one of these is lost, and the third has all again."""
+    with LocalGang(3) as gang:
+        pids = gang.run(own_pid)
+        with make_step(gang, OPTIMIZERS["adagrad"], copies=2, spares=0) as step:
+
+            def shrink(number: int) -> None:
+                if number == 2:
+                    step.resize(2)
+                if number == 5:
+                    os.kill(pids[0], signal.SIGKILL)
+
+            found = trained(step, shrink)
+            assert step._servers._asking.having == [[2, 1], [1, 2]]
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SLOW) for seed in range(1, 30))])
+def test_a_server_that_is_lost_at_any_moment(seed: int, expected: Any) -> None:
+    """With copies: before, during and behind a change, whichever it is; what was not moved may be moved again."""
+    drawn = random.Random(seed)
+    with LocalGang(5) as gang:
+        pids = gang.run(own_pid)
+        first, at = drawn.randrange(4), drawn.choice([2, 6])
+        timers = list[threading.Timer]()
+        with make_step(gang, OPTIMIZERS["adagrad"], copies=2, spares=3) as step:
+
+            def change(number: int) -> None:
+                if number == at:
+                    timers.append(threading.Timer(drawn.uniform(0, 0.25), os.kill, (pids[first], signal.SIGKILL)))
+                    timers[-1].start()
+                if number in (2, 6):
+                    with may_raise(BraidaxError, match="they stay on"):
+                        step.resize(4 if number == 2 else 3)
+                if number == 9:
+                    step.resize(3)
+
+            found = trained(step, change)
+            assert step._servers.num_servers == 3
+        for timer in timers:
+            timer.join()
+    assert_equal(found, expected)
+
+
+# Where rows go
+
+
+@pytest.mark.parametrize("former", range(1, 7))
+@pytest.mark.parametrize("parts", range(1, 7))
+def test_each_row_comes_from_where_it_was(former: int, parts: int) -> None:
+    table = np.arange(53)
+    for part in range(parts):
+        rows = np.full(len(table[part::parts]), -1)
+        for one in progressions(part, parts, former, len(rows)):
+            source = table[one.source :: former][one.start :: one.every][: one.length]
+            assert (rows[one.first :: one.step] == -1).all()
+            rows[one.first :: one.step] = source
+        np.testing.assert_array_equal(rows, table[part::parts])
+
+
+def test_servers_keep_their_places() -> None:
+    layout = Layout((0, 1), 1)
+    assert layout.resized(4, [2, 3], []).ranks == (0, 1, 2, 3)
+    assert Layout((0, 1, 2, 3), 2).resized(3, [], [1]).ranks == (0, 3, 2)
+    assert layout.resized(3, [2, 3, 4], [0, 3]).ranks == (2, 1, 4)
+    assert Layout((4, 1, 2), 2).having == [[4, 1], [1, 2], [2, 4]]
+    assert Layout((4, 1, 2), 2).parts_of(2) == [1, 2]
+    assert Layout((0, 1), 1).parts_of(5) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        ("commit", {"own": [0]}, "server 1 was told to go on with the parts [0], and has all rows of []"),
+        ("fill", {"part": 0, "having": [[0]]}, "part 0 of server 1 is not coming: expected it to be made"),
+        ("make coming", {"part": 4, "parts": 4}, "part=4, parts=4: expected 0 <= part < parts"),
+        ("pull", {"part": 0, "parts": 2}, "server 1 was asked for part 0 of 2, expected one of those that it has: []"),
+    ],
+)
+def test_requests_that_cannot_be(kind: str, fields: Any, words: str, unchecked: None) -> None:
+    holder: Any = Holder(1, 1, None)  # pyright: ignore[reportArgumentType]  # it asks nobody
+    with pytest.raises(ArgumentError, match=re.escape(words)):
+        holder.handle(2, packed(kind, {"run": "this", **fields}))
+    holder.close()
