@@ -22,6 +22,17 @@ Pulled = tuple[dict[str, BatchRows], Rows]
 """Which rows a batch reads, by table, and these."""
 
 
+class Ahead(NamedTuple):
+    """What was pulled ahead.
+
+    **Fields:** `rows`: that a batch reads. `pulled`: these as they were. `fed`: on devices, where they may be late.
+    """
+
+    rows: dict[str, BatchRows]
+    pulled: Rows
+    fed: Fed | None
+
+
 class _Coming(NamedTuple):
     """Rows that are being pulled.
 
@@ -31,18 +42,19 @@ class _Coming(NamedTuple):
 
     read: tuple[weakref.ref[jax.Array], ...]
     step: int | None
-    rows: Future[Pulled]
+    rows: Future[Ahead]
 
 
 @final
 class Pulling:
     """Pulls the rows of batches, and keeps what was pulled ahead.
 
-    **Arguments:** `servers`, `feed`: whose tables. `thread`: pulls ahead; the caller's.
+    **Arguments:** `servers`, `feed`: whose tables. `thread`: pulls ahead; the caller's. `late`: how rows that may be
+    late are read, which are brought to devices ahead, too; None where they may not be.
     """
 
-    def __init__(self, servers: Servers, feed: ServedFeed, thread: Executor) -> None:
-        self._servers, self._feed, self._thread = servers, feed, thread
+    def __init__(self, servers: Servers, feed: ServedFeed, thread: Executor, late: ServedReading | None = None) -> None:
+        self._servers, self._feed, self._thread, self._late = servers, feed, thread, late
         self._coming: list[_Coming] = []
 
     def pull(self, ids: Mapping[str, jax.Array], *, at_least: int = 0) -> Pulled:
@@ -68,9 +80,13 @@ class Pulling:
     def begin(self, leaves: Sequence[jax.Array], ids: Mapping[str, jax.Array], step: int | None = None) -> None:
         """Pulls what a coming batch reads, in the background. **Arguments:** `leaves`: of the batch. `step`: its own,
         where the ids are drawn for it."""
-        self._coming.append(_Coming(tuple(map(weakref.ref, leaves)), step, self._thread.submit(self.pull, ids)))
+        self._coming.append(_Coming(tuple(map(weakref.ref, leaves)), step, self._thread.submit(self._ahead, ids)))
 
-    def take(self, leaves: Sequence[Any], step: int) -> Future[Pulled] | None:
+    def _ahead(self, ids: Mapping[str, jax.Array]) -> Ahead:
+        rows, pulled = self.pull(ids)
+        return Ahead(rows, pulled, None if self._late is None else fed_with(self._late, rows, pulled))
+
+    def take(self, leaves: Sequence[Any], step: int) -> Future[Ahead] | None:
         """Returns what was begun for the very arrays of a batch; what was for batches before it is dropped.
 
         **Arguments:** `step`: in which it is trained. What was drawn for another one is dropped.
@@ -89,7 +105,7 @@ class Pulling:
         """Asks as many servers as there are now for what has come, where it is asked for once more."""
         for one in self._coming:
             if one.rows.exception() is None:
-                for rows in one.rows.result()[0].values():
+                for rows in one.rows.result().rows.values():
                     rows.divide(self._servers.num_servers)
 
     def forget(self) -> None:

@@ -86,7 +86,7 @@ class ServedStep:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
         self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
         self._summing = Summing(self._threads)
-        self._pulling = Pulling(self._servers, feed, self._thread)
+        self._pulling = Pulling(self._servers, feed, self._thread, self._reading if placement.staleness else None)
         self._tables = ServedTables(self._servers, self._forms, self._settled, self._restored)
         self._publisher = Publisher(self._servers, self._forms)
 
@@ -177,14 +177,14 @@ class ServedStep:
         if pulling is None:
             ids = self._programs.ids(state.variables, state.key, state.step, batch)
             self._wait(behind=placement.staleness)
-            rows, pulled = self._pulling.pull(ids)
+            (rows, pulled), fed = self._pulling.pull(ids), None
         else:
-            rows, pulled = pulling.result()
+            rows, pulled, fed = pulling.result()
             self._wait(behind=placement.staleness)
             if pulled.step < self._num_updates - placement.staleness:
-                pulled = self._servers.pull(rows, known=pulled)
+                pulled, fed = self._servers.pull(rows, known=pulled), None
         self._lags[max(0, self._num_updates - pulled.step)] += 1
-        fed = fed_with(self._reading, rows, pulled)
+        fed = fed_with(self._reading, rows, pulled) if fed is None else fed
         self._in_flight.make_room()
         (dense, payload), variables, metrics = self._programs.gradients(
             state.params, fed, state.variables, state.key, state.step, batch
