@@ -19,7 +19,7 @@ _GIGABIT = 1_000_000_000
 _CLAIMED = 10  # Gbit/s
 _AT = f"{_CLAIMED} Gbit/s"
 _WORKERS = 2
-_WAITING_STEPS = 12  # of which the last ones are waited for, with what they push
+_WAITING_STEPS = 24  # of which the last ones are waited for, with what they push
 
 Given = tuple[str, Sequence[Any], dict[str, Any]]
 """A model: its name, sizes of which the batch of a process is the last, and options."""
