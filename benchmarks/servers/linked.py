@@ -65,7 +65,9 @@ def linked_cases(report: Report, *, quick: bool) -> dict[str, tuple[str, str, in
         groups = ((ROWS, SERVERS), (PS, PS_ASYNC))
         _measure(report, case, small, groups, gigabits=(10,), rounds=rounds, num_workers=num_workers)
     case = f"step of {1e3 * WAIT_SECONDS:.0f} ms, {_WORKERS} processes, {_in_words(tables)}"
-    found = _measure(report, case, tables, ((AHEAD, LATE),), gigabits=(10,), rounds=rounds, waits=True)
+    found = _measure(
+        report, case, tables, ((AHEAD, LATE),), gigabits=(10,), rounds=rounds, waits=3 if quick else _WAITING_STEPS
+    )
     report.at_most("stall", [1 - WAIT_SECONDS / seconds for seconds in found[LATE]], 0.02)
     return counted
 
@@ -84,13 +86,13 @@ def _measure(
     *,
     gigabits: Sequence[int],
     rounds: int,
-    waits: bool = False,
+    waits: int = 0,
     num_workers: int | None = None,
 ) -> dict[str, list[float]]:
     """Measures systems over links.
 
-    **Arguments:** `groups`: of systems that the same processes run. `waits`: as `Steps`. `num_workers`: how many of
-    several lines of a case; None where it has those of all cases.
+    **Arguments:** `groups`: of systems that the same processes run. `waits`: how many steps that wait are timed, 0 for
+    others. `num_workers`: of this line, where lines of a case differ by that.
 
     **Returns:** seconds by system over the last links.
     """
@@ -100,8 +102,8 @@ def _measure(
         network.name_hosts()
         systems: dict[str, _Workers] = {}
         for number, group in enumerate(groups):
-            num_steps = _WAITING_STEPS if waits else NUM_BATCHES
-            given = {"model": model, "systems": group, "waits": waits, "servers": size, "num_steps": num_steps}
+            num_steps = waits or NUM_BATCHES
+            given = {"model": model, "systems": group, "waits": bool(waits), "servers": size, "num_steps": num_steps}
             workers = stack.enter_context(_Workers(network, given, _PORT + number))
             systems |= dict.fromkeys(group, workers)
         for gigabit in gigabits:
