@@ -1,7 +1,6 @@
 """Steps whose tables are on disk, rows ahead, beside steps whose tables are in memory."""
 
 import itertools
-import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,8 +14,8 @@ import braidax as bx
 from benchmarks.harness import Report, models, take_turns
 from benchmarks.harness.memory import NoLimitError, memory_limit
 from benchmarks.servers.disk import DISK, MEMORY
+from benchmarks.servers.recovering import own_pid
 from benchmarks.servers.steps import make_step, placed
-from braidax.comm import Communicator
 from braidax.gang import LocalGang
 from braidax.parallel import Served
 
@@ -43,7 +42,7 @@ def disk_steps_case(
         for name, served in {DISK: Served(disk=place), MEMORY: Served()}.items():
             gang = stack.enter_context(LocalGang(1))
             if name == DISK:
-                group.add(gang.run(_own_pid)[0])
+                group.add(gang.run(own_pid)[0])
             mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
             step = make_step(model, bx.Hybrid(tables=served), mesh, gang, stack)
             found[name] = _Training(step, map(model.batch, itertools.count()))
@@ -78,7 +77,3 @@ class _Training:
         self._step.finish()
         jax.block_until_ready((self._state, metrics))
         return (time.perf_counter() - start) / count
-
-
-def _own_pid(comm: Communicator) -> int:
-    return os.getpid()

@@ -9,7 +9,7 @@ from benchmarks.harness.files import write_whole
 from benchmarks.servers.link_worker import PS
 from benchmarks.servers.steps import DENSE, ROWS
 
-# Thousands of words or images a second on 48 GPUs, 8 machines (Parallax, EuroSys 2019, tables 1 and 4).
+# Thousands of words or images a second on 48 GPUs, 8 machines (Parallax, EuroSys 2019); of images it equals Horovod.
 PUBLISHED: Mapping[str, Mapping[str, float]] = {
     "LM1B, words": {"TF-PS": 98.9, "Horovod": 45.5, "Parallax": 274.0},
     "ResNet-50, images": {"TF-PS": 5.8, "Horovod": 7.6, "Parallax": 7.6},

@@ -45,7 +45,7 @@ def _recovered(num_rows: int, width: int) -> tuple[float, float, float]:
     strategies = {"data": bx.Hybrid(tables=Served(copies=2, spares=1))}
     try:
         with LocalGang(3) as gang:
-            pids = gang.run(_own_pid)
+            pids = gang.run(own_pid)
             step: Any = bx.parallelize(
                 squared,
                 optax.adagrad(0.1),
@@ -83,7 +83,7 @@ class Lines(logging.Handler):
         self._lines.append(record.getMessage())
 
 
-def _own_pid(comm: Communicator) -> int:
+def own_pid(comm: Communicator) -> int:
     return os.getpid()
 
 

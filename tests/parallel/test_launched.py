@@ -67,6 +67,26 @@ def told(log: str) -> list[dict[str, Any]]:
     return [json.loads(line[line.index("{") :]) for line in log.splitlines() if re.match(r"\[\d+( \w+)?\] \{", line)]
 
 
+def assert_trained(log: str, *, begun: int = 0) -> None:
+    """Checks what one rank has told of training from a step on."""
+    (found,) = told(log)
+    losses, params = on_one_device("adam", batches(NUM_STEPS))
+    assert found.get("begun", 0) == begun
+    np.testing.assert_allclose(found["losses"], losses[begun:], rtol=1e-5)
+    np.testing.assert_allclose(found["words"], params["words"], atol=1e-6)
+
+
+def trained_by_workers(log: str) -> list[dict[str, Any]]:
+    """Returns what workers have told who trained twice, checked."""
+    found = told(log)
+    assert len(found) == 2 * WORKERS
+    losses, params = on_one_device("adam", batches(NUM_STEPS), microbatches=WORKERS)
+    np.testing.assert_allclose(np.mean([one["losses"] for one in found], axis=0), losses, rtol=1e-5)
+    for one in found:
+        np.testing.assert_allclose(one["words"], params["words"], atol=1e-6)
+    return found
+
+
 def test_training_goes_on_from_the_checkpoint_when_a_server_dies_and_when_a_rank_does(
     launched: Launch, tmp_path: Any
 ) -> None:
@@ -75,22 +95,13 @@ def test_training_goes_on_from_the_checkpoint_when_a_server_dies_and_when_a_rank
     died = r"braidax launch: {} \(pid \d+\) failed first: it was ended by signal 9"
     assert re.search(died.format("server 0"), log), log
     assert re.search(died.format("rank 1"), log), log
-    (found,) = told(log)
-    losses, params = on_one_device("adam", batches(NUM_STEPS))
-    assert found["begun"] == SAVED
-    np.testing.assert_allclose(found["losses"], losses[SAVED:], rtol=1e-5)
-    np.testing.assert_allclose(found["words"], params["words"], atol=1e-6)
+    assert_trained(log, begun=SAVED)
 
 
 def test_workers_train_one_step_after_the_other(launched: Launch) -> None:
     code, log = launched("workers", processes=WORKERS, servers=2)
     assert code == 0, log
-    found = told(log)
-    assert len(found) == 2 * WORKERS
-    losses, params = on_one_device("adam", batches(NUM_STEPS), microbatches=WORKERS)
-    np.testing.assert_allclose(np.mean([one["losses"] for one in found], axis=0), losses, rtol=1e-5)
-    for one in found:
-        np.testing.assert_allclose(one["words"], params["words"], atol=1e-6)
+    for one in trained_by_workers(log):
         assert "the 2 servers of braidax launch serve another step of this process: expected one" in one["refused"]
 
 
@@ -98,21 +109,14 @@ def test_a_server_of_whose_rows_there_are_copies_may_die(launched: Launch) -> No
     code, log = launched("copies", processes=1, servers=2)
     assert code == 0, log
     assert re.search(r"launch: server 1 \(pid \d+\) was ended by signal 9 .*; the program has copies of what it", log)
-    losses, params = on_one_device("adam", batches(NUM_STEPS))
-    np.testing.assert_allclose(told(log)[0]["losses"], losses, rtol=1e-5)
-    np.testing.assert_allclose(told(log)[0]["words"], params["words"], atol=1e-6)
+    assert_trained(log)
 
 
 def test_hosts_have_servers_beside_ranks_and_alone(launched_over_ssh: Launch) -> None:
-    hosts = [Host("a", (0,), num_servers=1, sees_all=False), Host("b", num_servers=1, sees_all=True)]
+    hosts = [Host("a", (0,), num_servers=1), Host("b", num_servers=1, sees_all=True)]
     code, log = launched_over_ssh("workers", hosts=hosts)
     assert code == 0, log
-    found = told(log)
-    assert len(found) == 2 * WORKERS
-    losses, params = on_one_device("adam", batches(NUM_STEPS), microbatches=WORKERS)
-    np.testing.assert_allclose(np.mean([one["losses"] for one in found], axis=0), losses, rtol=1e-5)
-    for one in found:
-        np.testing.assert_allclose(one["words"], params["words"], atol=1e-6)
+    trained_by_workers(log)
 
 
 def test_a_server_of_a_host_dies_and_then_a_rank(launched_over_ssh: Launch, tmp_path: Any) -> None:
@@ -122,20 +126,14 @@ def test_a_server_of_a_host_dies_and_then_a_rank(launched_over_ssh: Launch, tmp_
     died = r"braidax launch: {} pid \d+\) failed first: it was ended by signal 9"
     assert re.search(died.format(r"server 0 \(host b,"), log), log
     assert re.search(died.format(r"rank 1 \(host a,"), log), log
-    (found,) = told(log)
-    losses, params = on_one_device("adam", batches(NUM_STEPS))
-    assert found["begun"] == SAVED
-    np.testing.assert_allclose(found["losses"], losses[SAVED:], rtol=1e-5)
-    np.testing.assert_allclose(found["words"], params["words"], atol=1e-6)
+    assert_trained(log, begun=SAVED)
 
 
 def test_a_server_of_a_host_of_whose_rows_there_are_copies_may_die(launched_over_ssh: Launch) -> None:
     code, log = launched_over_ssh("copies", hosts=[Host("a"), Host("b", num_servers=2)])
     assert code == 0, log
     assert re.search(r"launch: server 1 \(host b, pid \d+\) was ended by signal 9 .*; the program has copies", log)
-    losses, params = on_one_device("adam", batches(NUM_STEPS))
-    np.testing.assert_allclose(told(log)[0]["losses"], losses, rtol=1e-5)
-    np.testing.assert_allclose(told(log)[0]["words"], params["words"], atol=1e-6)
+    assert_trained(log)
 
 
 class Interrupting(io.StringIO):

@@ -15,6 +15,18 @@ Path = tuple[int, ...]
 """Where an equation stands: its index in the jaxpr; or the index of the equation that holds it, which of that one's
 bodies it is in, and so on inwards. Jaxprs are shared between calls, so that only a path names one equation."""
 
+CALLS: dict[str, str] = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+"""Primitives that call a jaxpr, by name, and the parameter that holds it."""
+
 
 @dataclass(frozen=True)
 class Body:

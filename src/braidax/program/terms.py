@@ -16,20 +16,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import select_n_p
 from jax.extend.source_info_util import current_name_stack, user_context
 
-from .bodies import aval_of
+from .bodies import CALLS, aval_of
 from .row_rules import SUMS, by_rows, is_even
 from .simplify import simpler
-
-_CALLS: dict[str, str] = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}  # primitive: the parameter that holds its jaxpr
 
 
 class Making(NamedTuple):
@@ -224,8 +213,8 @@ class Terms:
         inside |= not any(operand.shape for operand in operands) and any(
             aval_of(variable).shape for variable in equation.outvars
         )
-        if inside and name in _CALLS and _CALLS[name] in params:
-            body = params[_CALLS[name]]
+        if inside and name in CALLS and CALLS[name] in params:
+            body = params[CALLS[name]]
             return self.walk(getattr(body, "jaxpr", body), getattr(body, "consts", ()), operands, enter=enter)
         if inside and name == "cond":
             which, *rest = operands
@@ -281,8 +270,8 @@ class Terms:
 
     def _again(self, term: Term, making: Making, operands: list[Term]) -> Term:
         name, params = making.primitive.name, making.params
-        if name in _CALLS and _CALLS[name] in params:
-            body: Any = params[_CALLS[name]]
+        if name in CALLS and CALLS[name] in params:
+            body: Any = params[CALLS[name]]
             jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
             return self.walk(jaxpr, consts, operands, enter=True)[making.output]
         return self.simplified(making.primitive, params, operands, term, index=making.output, equation=making.equation)

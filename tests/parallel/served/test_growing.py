@@ -211,6 +211,7 @@ def test_what_needs_all_rows_is_refused(gang: LocalGang) -> None:
             "table": lambda: step.table("table"),
             "to_dense": lambda: step.to_dense(state),
             "from_dense": lambda: step.from_dense(state),
+            "resize": lambda: step.resize(1),
         }.items():
             with pytest.raises(ArgumentError, match=rf"step.{name} reads or writes .* grow as seen: .*step.seen_rows"):
                 call()
@@ -229,6 +230,11 @@ def test_options(options: dict[str, Any]) -> None:
 def test_what_does_not_go_with_it(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="expected disk=None and spares=0; copies=2 goes with them"):
         bx.Served(seen=SEEN, **options)
+
+
+def test_rows_that_grow_travel_as_they_are() -> None:
+    with pytest.raises(ArgumentError, match=r"with wire='int8': what gradients lose .* expected wire=None"):
+        bx.Served(seen=SEEN, wire="int8")
 
 
 @pytest.mark.parametrize("seen", [pytest.param(SEEN, marks=SLOW), bx.Seen(1000, admit_at=2, expire_after=3)])

@@ -119,10 +119,6 @@ class Servers:
 
         **Raises:** as `ServedStep.resize`.
         """
-        if growing := [form.name for form in self._forms.values() if form.seen is not None]:
-            raise ArgumentError(
-                f"resize({num_servers}): {growing} grow as seen, and stay on the servers that they are on"
-            )
         self._resizing.resize(num_servers)
 
     @property

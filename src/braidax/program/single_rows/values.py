@@ -6,18 +6,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from braidax.program.bodies import aval_of
-
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}  # primitive: the parameter that holds its jaxpr
+from braidax.program.bodies import CALLS, aval_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +59,8 @@ class _Values:
 
         for equation in jaxpr.eqns:
             operands, name = tuple(read(atom) for atom in equation.invars), equation.primitive.name
-            if name in _CALLS and _CALLS[name] in equation.params:
-                body: Any = equation.params[_CALLS[name]]
+            if name in CALLS and CALLS[name] in equation.params:
+                body: Any = equation.params[CALLS[name]]
                 found = self.walk(getattr(body, "jaxpr", body), getattr(body, "consts", ()), operands)
             else:
                 found = [

@@ -157,7 +157,7 @@ def open_meeting(
 
 @contextlib.contextmanager
 def _serving(gang: Gang, meeting: Meeting) -> Generator[None, None, None]:
-    """Lets the ranks of a gang serve. Where some of those who are to meet will not come, nobody waits for them."""
+    """Lets the ranks of a gang serve. Where one of them is lost before all have met, nobody waits for it."""
     serving, left = gang.submit(serve, meeting), threading.Event()
 
     def watch() -> None:
@@ -178,7 +178,6 @@ def _serving(gang: Gang, meeting: Meeting) -> Generator[None, None, None]:
     finally:
         left.set()
         watching.join()
-        meeting.give_up("those who train do not come any more")
 
 
 def check_gang(gang: Any) -> None:

@@ -57,10 +57,8 @@ class Meeting:
 
     def give_up(self, reason: str) -> None:
         """Lets those raise `Aborted` who wait in `join` for others. **Arguments:** `reason`: why not all will come."""
-        with (
-            contextlib.suppress(CommError, WaitTimeout),
-            self._store() as store,
-        ):  # nobody meets in a store that is gone
+        # Nobody meets in a store that is gone.
+        with contextlib.suppress(CommError, WaitTimeout), self._store() as store:
             give_up_meeting(store, job=self.job, epoch=0, reason=reason)
 
     def _store(self) -> TcpStore:
