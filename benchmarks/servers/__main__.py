@@ -17,7 +17,7 @@ from benchmarks.servers.paces import paces_case
 from benchmarks.servers.plot import draw
 from benchmarks.servers.recovering import recover_case
 from benchmarks.servers.resizing import resize_case
-from benchmarks.servers.steps import step_case
+from benchmarks.servers.steps import parts_case, step_case
 
 CASES = ("apply", "step", "links", "paces", "recover", "resize", "disk", "delta")
 
@@ -43,6 +43,7 @@ def main() -> int:
         say("step")
         model = models.lm1b(20_000, 32, 64) if quick else models.lm1b(793_470, 128, 512)
         step_case(report, model, num_servers=1 if quick else 2, rounds=2 if quick else 6)
+        parts_case(report, model, sizes=(1, 2) if quick else (1, 2, 4), rounds=2 if quick else 6)
     if "links" in wanted:
         counted = linked_cases(report, quick=quick)
     if "paces" in wanted:
@@ -55,7 +56,7 @@ def main() -> int:
     if "resize" in wanted:
         say("resize")
         rows = 50_000 if quick else 4_000_000
-        resize_case(report, num_rows=rows, width=32, rounds=1 if quick else 5)
+        resize_case(report, num_rows=rows, width=32, rounds=1 if quick else 3)
     if "disk" in wanted:
         say("disk")
         if quick:

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -36,6 +36,21 @@ def step_case(report: Report, model: models.Model, *, num_servers: int, rounds: 
             systems[name] = Steps(step, model.batches(_NUM_BATCHES), tells=name in (AHEAD, LATE)).take
         for name, seconds in take_turns(systems, rounds=rounds).items():
             report.add(f"step, {model.name}", name, "time", "ms", [1e3 * one for one in seconds[1:]])
+
+
+def parts_case(report: Report, model: models.Model, *, sizes: Sequence[int], rounds: int) -> None:
+    """Measures steps of one device whose tables are in so many parts, each on a server of its own that shares the cores
+    with the others. **Arguments:** `sizes`: how many parts."""
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    with ExitStack() as stack:
+        systems: dict[str, Callable[[], float]] = {}
+        for size in sizes:
+            gang = stack.enter_context(LocalGang(size))
+            step = make_step(model, bx.Hybrid(tables="servers"), mesh, gang, stack)
+            systems[str(size)] = Steps(step, model.batches(_NUM_BATCHES)).take
+        for size, seconds in take_turns(systems, rounds=rounds).items():
+            found = [1e3 * one for one in seconds[1:]]
+            report.add(f"step by parts of a table, {model.name}", SERVERS, "time", "ms", found, at=f"{size} parts")
 
 
 def make_step(model: models.Model, strategy: Any, mesh: jax.sharding.Mesh, gang: Any, stack: ExitStack) -> Any:

@@ -24,7 +24,7 @@ from tests.gang.clusters import until
 from tests.parallel.workers.teams import BATCH, READ, WORDS, assert_close, batches, make_step, one_device, own_part
 
 NUM_STEPS, EVERY, WORKERS, SERVERS = 12, 4, 2, 3
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 80))]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, final
 
 from braidax.errors import PeerLost
@@ -134,10 +134,6 @@ class Asking:
     def adopt(self, layout: Layout) -> None:
         """Asks the servers of another layout from now on."""
         self.layout, self._having = layout, layout.having
-
-    def submit(self, work: Callable[..., Any], *given: Any) -> "Future[Any]":
-        """Lets a thread that asks work."""
-        return self._pool.submit(work, *given)
 
     def close(self) -> None:
         """Leaves the world. A second call does nothing."""

@@ -3,10 +3,11 @@
 from typing import Any, NamedTuple, final
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from braidax.parallel.compiler_options import CompilerOptions
-from braidax.parallel.compute.work import Work
+from braidax.parallel.compute.work import GRAD_NORM, Work
 from braidax.parallel.readings import Readings
 from braidax.program import compile_on
 
@@ -96,3 +97,10 @@ def compiled_gradients(work: Work, read: tuple[Any, ...], batch_shardings: Any, 
         out_shardings=(work.gradient_shardings, work.form.shardings.variables, work.metric_shardings),
         compiler_options=options.gradients,
     )
+
+
+def with_squares(metrics: dict[str, Any], squares: np.float32) -> dict[str, Any]:
+    """Adds the squares of the gradients of rows to the norm, where that is a metric."""
+    if GRAD_NORM not in metrics:
+        return metrics
+    return {**metrics, GRAD_NORM: jax.numpy.sqrt(jax.numpy.square(metrics[GRAD_NORM]) + squares)}

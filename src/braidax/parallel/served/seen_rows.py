@@ -1,11 +1,13 @@
 """Rows of tables that grow, as those who train see them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jax.numpy import dtype
 from numpy.typing import NDArray
+
+from braidax.errors import ArgumentError
 
 from .programs import TableForm
 from .servers import Servers
@@ -85,3 +87,12 @@ def _row_bytes(form: TableForm, which: Which) -> int:
         return _KEPT_OF + 4
     kept = sum(int(np.prod(one.shape)) * dtype(one.dtype).itemsize for one in form.kept)
     return _KEPT_OF + form.width * dtype(form.dtype).itemsize + kept
+
+
+def check_has_all_rows(forms: Mapping[str, TableForm], what: str) -> None:
+    """Raises `ArgumentError` where a table grows, and `what` needs all rows."""
+    if growing := [name for name, form in forms.items() if form.seen is not None]:
+        raise ArgumentError(
+            f"{what} reads or writes tables with all their rows, and {growing} grow as seen: expected "
+            f"step.seen_rows(name), which returns (ids, rows) of what is there, or step.tables in a checkpoint"
+        )

@@ -60,6 +60,8 @@ class Servers:
         self._wire: Wire | None = wire
         self._asking = Asking(joined, copies, spares)
         self._workers: Communicator | None = None
+        self._stack = contextlib.ExitStack()
+        self._stack.callback(self._asking.close)
         try:
             if copies > self.num_servers:
                 raise ArgumentError(
@@ -71,6 +73,7 @@ class Servers:
             more = {"staleness": staleness, "disk": disk, "wire": wire}
             make = functools.partial(self._making, *described(forms), more)
             self._resizing = Resizing(self._asking, make, self._workers, self.meet)
+            self._stack.callback(self._resizing.close)
             self._first_asks(lambda part: make("make", part, self.num_servers))
             for rank in range(self._asking.num_ranks if self.worker == 0 and spares else 0):  # which resize needs
                 self._asking.ask(rank, make("prepare", 0, self.num_servers))
@@ -120,6 +123,10 @@ class Servers:
         **Raises:** as `ServedStep.resize`.
         """
         self._resizing.resize(num_servers)
+
+    def prepare_resize(self, num_servers: int) -> None:
+        """Begins to copy what so many servers will have; all processes call it. **Raises:** as `resize`."""
+        self._resizing.prepare(num_servers)
 
     @property
     def num_servers(self) -> int:
@@ -385,4 +392,4 @@ class Servers:
             elif others == "wait" and not self._closed:
                 self.meet()
         self._closed = True
-        self._asking.close()
+        self._stack.close()

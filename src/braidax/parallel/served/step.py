@@ -2,9 +2,9 @@
 
 import os
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, final
@@ -18,23 +18,23 @@ from braidax.errors import ArgumentError
 from braidax.gang import Gang
 from braidax.parallel.compiler_options import CompilerOptions
 from braidax.parallel.compute.in_flight import InFlight
-from braidax.parallel.compute.work import GRAD_NORM, Work
+from braidax.parallel.compute.work import Work
 from braidax.parallel.given.arrays import adopt, canonical, place, typed_key, with_shardings
 from braidax.parallel.run_ahead import check_coming
 from braidax.parallel.state import State
 from braidax.program import Program, difference, specs_of
 
 from .batch_rows import BatchRows
-from .compiled import ServedPrograms
+from .compiled import ServedPrograms, with_squares
 from .dense_state import dense_of, write_dense
 from .feed import ServedFeed
 from .files.publishing import Publisher
 from .meetings.joining import join_with_processes
 from .pulling import Pulling, fed_with
+from .pushing import Pushing, Summing
 from .saved import ServedTables
-from .seen_rows import list_rows
+from .seen_rows import check_has_all_rows, list_rows
 from .servers import Servers
-from .summing import Summing
 
 
 @final
@@ -67,7 +67,6 @@ class ServedStep:
         self._reading, self._state_specs = programs.reading, work.form.initial.out_specs
         self.state_shardings, self._whole = work.form.shardings, programs.whole
         self._in_flight = InFlight(self.mesh)
-        self._pushed: deque[Future[None]] = deque()  # and not known yet to be there
         self._lags: Counter[int] = Counter()
         self._last: weakref.ref[jax.Array] | None = None  # the step of the state that belongs to what servers have
         self._num_updates, self._key = -1, None  # before there are any tables
@@ -85,7 +84,7 @@ class ServedStep:
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
         self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
-        self._summing = Summing(self._threads)
+        self._summing, self._pushing = Summing(self._threads), Pushing(self._servers, self._thread)
         self._pulling = Pulling(self._servers, feed, self._thread, self._reading if placement.staleness else None)
         self._tables = ServedTables(self._servers, self._forms, self._settled, self._restored)
         self._publisher = Publisher(self._servers, self._forms)
@@ -97,7 +96,7 @@ class ServedStep:
         key = typed_key(key)
         if difference(self._state_specs.key, key, "key"):
             raise ArgumentError(f"key is {key!r}, expected one {self._state_specs.key.dtype}: jax.random.key(seed)")
-        self._wait()
+        self._pushing.wait()
         self._pulling.forget()
         self._lags.clear()
         self._servers.bear(key)
@@ -168,21 +167,22 @@ class ServedStep:
         self._check_batch(batch)
         placement = self._feed.placement
         if self._servers.may_recover:
-            self._wait(behind=placement.staleness)
-            self._servers.recover(self._wait)
+            self._pushing.wait(behind=placement.staleness)
+            self._servers.recover(self._pushing.wait)
         pulling = self._pulling.take(jax.tree.leaves(batch), self._num_updates)
         if coming is not None:
             self._prepare(coming, self._num_updates + 1 + self._pulling.num_coming)
         state, batch = adopt(state, self.state_shardings), place(batch, self.batch_shardings)
+        at_least = max(0, self._num_updates - placement.staleness)  # which servers wait for: others push them, too
         if pulling is None:
             ids = self._programs.ids(state.variables, state.key, state.step, batch)
-            self._wait(behind=placement.staleness)
-            (rows, pulled), fed = self._pulling.pull(ids), None
+            self._pushing.wait_for_own(behind=placement.staleness)
+            (rows, pulled), fed = self._pulling.pull(ids, at_least=at_least), None
         else:
             rows, pulled, fed = pulling.result()
-            self._wait(behind=placement.staleness)
-            if pulled.step < self._num_updates - placement.staleness:
-                pulled, fed = self._servers.pull(rows, known=pulled), None
+            self._pushing.wait_for_own(behind=placement.staleness)
+            if pulled.step < at_least:
+                pulled, fed = self._servers.pull(rows, known=pulled, at_least=at_least), None
         self._lags[max(0, self._num_updates - pulled.step)] += 1
         fed = fed_with(self._reading, rows, pulled) if fed is None else fed
         self._in_flight.make_room()
@@ -194,16 +194,16 @@ class ServedStep:
             before_apply()
         totals: dict[int, Any] = {}
         if self._feed.stages:
-            self._wait()
+            self._pushing.wait()
             sums = self._servers.stage(
                 rows, self._summing.summed(rows, payload, self._reading.sums_on_host), self._num_updates
             )
             totals, squares = self._feed.totals(sums)
-            payload, metrics = None, _with_squares(metrics, squares)
+            payload, metrics = None, with_squares(metrics, squares)
         given = (dense, totals)
         moved = (state.step, state.params, state.opt_state)
         step, params, opt_state, numbers = self._programs.apply(*moved, given, metrics["loss"])
-        self._pushed.append(self._thread.submit(self._push, rows, payload, numbers, self._num_updates))
+        self._pushing.begin(self._push, rows, payload, numbers, self._num_updates)
         state = replace(state, step=step, params=params, opt_state=opt_state, variables=variables)
         return self._own(state, self._num_updates + 1), metrics
 
@@ -213,7 +213,7 @@ class ServedStep:
         made = self._programs.evaluation(specs_of(batch))
         state, batch = place(state, self.state_shardings), place(batch, made.batch_shardings)
         ids = made.ids(state.variables, state.key, state.step, batch)
-        self._wait()
+        self._pushing.wait()
         fed = fed_with(made.reading, *self._pulling.pull(ids))
         self._in_flight.make_room()
         metrics = made.run(state.params, fed, state.variables, state.key, state.step, batch)
@@ -227,7 +227,7 @@ class ServedStep:
 
     def finish(self) -> None:
         """Waits until servers have all that was pushed. **Raises:** what became of that."""
-        self._wait()
+        self._pushing.wait()
 
     def resize(self, num_servers: int) -> None:
         """Lets another number of servers have the tables, from the next update on; the others are spare.
@@ -236,6 +236,7 @@ class ServedStep:
         those that have it, while the former parts are there still; when all have all, they go on with the new ones. No
         number depends on it but those of sums over rows, such as a global norm, in their last digits. It may be called
         any number of times, between two updates; all processes call it. The log says how long it took.
+        `prepare_resize` before leaves less to copy.
 
         **Arguments:** `num_servers`: at least as many as `Served` has copies, at most the ranks of the gang that are
         not lost. As many as there are: nothing is done.
@@ -243,11 +244,25 @@ class ServedStep:
         **Raises:** `ArgumentError` for another number. `CallFailed` where a server has no room in its memory or on its
         disk; `PeerLost` where one is lost, or a process that trains: tables then stay where they were.
         """
-        self._check_has_all_rows("step.resize")
-        self._wait()
+        check_has_all_rows(self._forms, "step.resize")
+        self._pushing.wait()
         self._pulling.wait()
         self._servers.resize(num_servers)
         self._pulling.divide()
+
+    def prepare_resize(self, num_servers: int) -> None:
+        """Begins to copy rows to where `resize(num_servers)` wants them, and returns: training goes on meanwhile.
+
+        `resize` then waits for what is still to be copied, and copies once more what updates have moved since. Until
+        then servers have room for the parts that are coming beside those that they have. What was begun for another
+        number is let go of; for as many as there are nothing is begun. All processes call it, between two updates.
+
+        **Arguments:** `num_servers`: as of `resize`. **Raises:** `ArgumentError`; where a server has no room, `resize`
+        says so.
+        """
+        check_has_all_rows(self._forms, "step.prepare_resize")
+        self._pushing.wait()
+        self._servers.prepare_resize(num_servers)
 
     def close(self, *, others: Literal["wait", "leave"] = "wait") -> None:
         """Ends the servers' part in this: what they have is gone. A second call does nothing.
@@ -283,8 +298,8 @@ class ServedStep:
         """
         if name not in self._feed.tables:
             raise ArgumentError(f"table={name!r} is not on servers, expected one of {[*self._feed.tables]}")
-        self._check_has_all_rows("step.table")
-        self._wait()
+        check_has_all_rows(self._forms, "step.table")
+        self._pushing.wait()
         shape = self._feed.tables[name].shape
         return self._servers.read(name, 0, shape[0]).values.reshape(shape)
 
@@ -300,16 +315,9 @@ class ServedStep:
                 f"table={name!r} does not grow, expected one of "
                 f"{[one for one, form in self._forms.items() if form.seen is not None]}; step.table(name) reads others"
             )
-        self._wait()
+        self._pushing.wait()
         found = list_rows(self._servers, self._forms[name], "rows", 0, self._forms[name].shape[0])
         return found.arrays["ids"], found.arrays["values"].reshape(-1, *self._forms[name].shape[1:])
-
-    def _check_has_all_rows(self, what: str) -> None:
-        if growing := [name for name, form in self._forms.items() if form.seen is not None]:
-            raise ArgumentError(
-                f"{what} reads or writes tables with all their rows, and {growing} grow as seen: expected "
-                f"step.seen_rows(name), which returns (ids, rows) of what is there, or step.tables in a checkpoint"
-            )
 
     def publish(self, folder: str | os.PathLike[str]) -> None:
         """Writes the tables, as of the last update, for others who read them: `read_published`, `Published`.
@@ -337,10 +345,10 @@ class ServedStep:
 
         **Arguments:** `state`: the last one. **Raises:** as `Step.to_dense`.
         """
-        self._check_has_all_rows("step.to_dense")
+        check_has_all_rows(self._forms, "step.to_dense")
         self._check_state(state)
         self._feed.dense_state()
-        self._wait()
+        self._pushing.wait()
         return dense_of(state, self._form, self._feed, self._servers, self._forms)
 
     def from_dense(self, state: State) -> State:
@@ -349,11 +357,11 @@ class ServedStep:
 
         **Raises:** as `Step.from_dense`.
         """
-        self._check_has_all_rows("step.from_dense")
+        check_has_all_rows(self._forms, "step.from_dense")
         specs = self._form.dense_specs()
         if message := difference(specs, state, "state"):
             raise ArgumentError(f"{message}: pass a state in the form of single-device training, with this optimizer")
-        self._wait()
+        self._pushing.wait()
         self._pulling.forget()
         num_updates = int(state.step)
         write_dense(state, self._feed, self._servers, self._forms)
@@ -361,7 +369,7 @@ class ServedStep:
         return self._own(adopt(mine, self.state_shardings), num_updates)
 
     def _settled(self) -> int:
-        self._wait()
+        self._pushing.wait()
         return self._num_updates
 
     def _restored(self, num_updates: int) -> None:
@@ -377,23 +385,6 @@ class ServedStep:
         told = {name: [np.asarray(number) for number in some] for name, some in numbers.items()}
         self._servers.push(rows, gradients, told, step)
 
-    def _wait(self, *, behind: int = 0) -> None:
-        """Returns when servers have what all processes have pushed, but for the last updates.
-
-        **Arguments:** `behind`: how many of these. **Raises:** what became of an update, again and again.
-        """
-        while len(self._pushed) > behind:
-            self._pushed[0].result()
-            self._servers.meet()
-            self._pushed.popleft()
-
     def _check_batch(self, batch: Any) -> None:
         if message := difference(self._batch_specs, canonical(batch), "batch"):
             raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
-
-
-def _with_squares(metrics: dict[str, Any], squares: np.float32) -> dict[str, Any]:
-    """Adds the squares of the gradients of rows to the norm, where that is a metric."""
-    if GRAD_NORM not in metrics:
-        return metrics
-    return {**metrics, GRAD_NORM: jax.numpy.sqrt(jax.numpy.square(metrics[GRAD_NORM]) + squares)}

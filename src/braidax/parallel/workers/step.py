@@ -25,9 +25,9 @@ from braidax.parallel.served.compiled import Evaluation
 from braidax.parallel.served.feed import ServedFeed
 from braidax.parallel.served.meetings.joining import join_alone, num_servers_of
 from braidax.parallel.served.pulling import Pulling, fed_with
+from braidax.parallel.served.pushing import Summing
 from braidax.parallel.served.saved import ServedTables
 from braidax.parallel.served.servers import Servers
-from braidax.parallel.served.summing import Summing
 from braidax.parallel.state import State
 from braidax.program import Program, difference, named_leaves, specs_of
 

@@ -1,11 +1,13 @@
 """How parts of tables come to servers that do not have them: between two updates, wholly or not at all."""
 
+import contextlib
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
-from typing import Any, final
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 
@@ -25,6 +27,14 @@ _TOLD: Mapping[str, Callable[[str, int], BraidaxError]] = {
 """What may keep parts from where they are to be, as others raise it."""
 
 
+class _Ahead(NamedTuple):
+    """What is copied while others train. **Fields:** `layout`: for which. `copied`: when all is. `stop`: ends it."""
+
+    layout: Layout
+    copied: "Future[None]"
+    stop: threading.Event
+
+
 @final
 class Resizing:
     """Changes which servers have which parts; all who train call a method, between two updates.
@@ -42,6 +52,9 @@ class Resizing:
     ) -> None:
         self._asking, self._make, self._workers, self._meet = asking, make, workers, meet
         self._is_first = workers is None or workers.rank == 0
+        self._ahead: _Ahead | None = None
+        num_filled = asking.num_ranks * asking.layout.copies
+        self._threads = ThreadPoolExecutor(1 + num_filled, thread_name_prefix="braidax-resizing")
 
     def recover(self, settle: Callable[[], object]) -> None:
         """Lets spare servers take the place of those that are lost. **Arguments:** `settle`: returns when servers have
@@ -65,23 +78,9 @@ class Resizing:
 
     def resize(self, num_servers: int) -> None:
         """Lets so many servers have parts. **Raises:** as `ServedStep.resize`."""
-        if type(num_servers) is not int:
-            raise ArgumentError(f"num_servers={num_servers!r}: expected a whole number of servers")
-        given = [num_servers] if self._workers is None else [int(one) for one in self._all(num_servers)]
-        if len({*given}) > 1:
-            raise ArgumentError(f"num_servers={num_servers}, and processes say {given}: expected the same of all")
-        former = self._asking.layout
-        if num_servers == former.num_parts:
+        if (layout := self._resized(num_servers)) is None:
             return
-        spares, lost = self._of_first([self._asking.spares, self._asking.lost()] if self._is_first else [])
-        num_live = len({*former.ranks, *spares} - {*lost})
-        if not former.copies <= num_servers <= num_live:
-            raise ArgumentError(
-                f"num_servers={num_servers}: expected {former.copies} to {num_live}, as Served has "
-                f"copies={former.copies}, and {num_live} of the gang's {self._asking.num_ranks} ranks are not lost; "
-                f"start the gang with more ranks, and Served(spares=…) keeps some of them without rows"
-            )
-        begun, layout = time.monotonic(), former.resized(num_servers, spares, lost)
+        former, begun = self._asking.layout, time.monotonic()
         num_bytes, failed = self._change(layout, layout.ranks, f"to {num_servers} servers")
         if failed is not None:
             raise failed
@@ -92,6 +91,42 @@ class Resizing:
             f"{num_bytes:,}",
             time.monotonic() - begun,
         )
+
+    def prepare(self, num_servers: int) -> None:
+        """Begins to copy what so many servers will have, while others train. **Raises:** as `ServedStep.resize`."""
+        layout = self._resized(num_servers)
+        if not self._is_first or (self._ahead is not None and self._ahead.layout == layout):
+            return
+        self._give_up_ahead()
+        if layout is not None:
+            stop = threading.Event()
+            self._ahead = _Ahead(layout, self._threads.submit(self._copy_ahead, layout, stop), stop)
+
+    def close(self) -> None:
+        """Ends what is copied ahead. A second call does nothing."""
+        if self._ahead is not None:
+            self._ahead.stop.set()
+        self._threads.shutdown()
+
+    def _resized(self, num_servers: int) -> Layout | None:
+        """Returns the layout for so many servers; None where there are as many."""
+        if type(num_servers) is not int:
+            raise ArgumentError(f"num_servers={num_servers!r}: expected a whole number of servers")
+        given = [num_servers] if self._workers is None else [int(one) for one in self._all(num_servers)]
+        if len({*given}) > 1:
+            raise ArgumentError(f"num_servers={num_servers}, and processes say {given}: expected the same of all")
+        former = self._asking.layout
+        if num_servers == former.num_parts:
+            return None
+        spares, lost = self._of_first([self._asking.spares, self._asking.lost()] if self._is_first else [])
+        num_live = len({*former.ranks, *spares} - {*lost})
+        if not former.copies <= num_servers <= num_live:
+            raise ArgumentError(
+                f"num_servers={num_servers}: expected {former.copies} to {num_live}, as Served has "
+                f"copies={former.copies}, and {num_live} of the gang's {self._asking.num_ranks} ranks are not lost; "
+                f"start the gang with more ranks, and Served(spares=…) keeps some of them without rows"
+            )
+        return former.resized(num_servers, spares, lost)
 
     def _change(self, layout: Layout, targets: Sequence[int], words: str) -> tuple[int, BraidaxError | None]:
         """Goes on with another layout, or with the former one.
@@ -105,7 +140,7 @@ class Resizing:
         try:
             if self._is_first:
                 try:
-                    num_bytes = self._bring(layout, targets)
+                    num_bytes = self._brought(layout, targets)
                 except (BraidaxError, OSError) as error:
                     raised = error
             name = next((one for one in _TOLD if one in {kind.__name__ for kind in type(raised).__mro__}), "CommError")
@@ -130,17 +165,63 @@ class Resizing:
             raise late
         return int(num_bytes), None
 
-    def _bring(self, layout: Layout, targets: Sequence[int]) -> int:
-        """Makes all parts that are coming, and fills them."""
+    def _brought(self, layout: Layout, targets: Sequence[int]) -> int:
+        """Makes all parts that are coming, and fills them: with what has changed since, where rows were copied ahead.
+
+        **Returns:** the bytes that servers have sent to others.
+        """
+        if (ahead := self._ahead) is not None and ahead.layout == layout:
+            self._ahead = None
+            try:
+                ahead.copied.result()
+                return self._bring(layout, targets, "rest")
+            except (BraidaxError, OSError) as error:
+                _log.warning("what was copied ahead for %d servers is copied anew: %s", layout.num_parts, error)
+                self._drop(targets)
+        self._give_up_ahead()
+        return self._bring(layout, targets, "all")
+
+    def _copy_ahead(self, layout: Layout, stop: threading.Event) -> None:
+        begun = time.monotonic()
+        try:
+            num_bytes = self._bring(layout, layout.ranks, "ahead", stop.is_set)
+        except BaseException:
+            self._drop(layout.ranks)
+            raise
+        if not stop.is_set():
+            words = "%s bytes were copied ahead for %d servers in %.3f s"
+            _log.warning(words, f"{num_bytes:,}", layout.num_parts, time.monotonic() - begun)
+
+    def _give_up_ahead(self) -> None:
+        """Lets go of what was copied ahead."""
+        if (ahead := self._ahead) is not None:
+            self._ahead = None
+            ahead.stop.set()
+            with contextlib.suppress(BraidaxError, OSError):
+                ahead.copied.result()
+            self._drop(ahead.layout.ranks)
+
+    def _bring(
+        self,
+        layout: Layout,
+        targets: Sequence[int],
+        what: Literal["all", "ahead", "rest"],
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> int:
+        """Makes all parts that are coming, and copies their rows: once, before others train on, or again behind that.
+
+        **Arguments:** `is_over`: whether it is to end. **Returns:** the bytes that servers have sent to others.
+        """
         size, having = layout.num_parts, self._asking.layout.having
         pairs = [(rank, part) for rank in targets for part in layout.parts_of(rank)]
-        self._at_once(lambda rank, part, _: self._told(rank, self._make("make coming", part, size)) and 0, pairs)
+        if what != "rest":
+            self._at_once(lambda rank, part, _: self._told(rank, self._make("make coming", part, size)) and 0, pairs)
 
         def fill(rank: int, part: int, others: Callable[[], bool]) -> int:
-            question = self._asking.packed("fill", part, {"having": having})
-            while not others():
+            question = self._asking.packed("fill", part, {"having": having, "ahead": what == "ahead"})
+            while not others() and not is_over():
                 answer = self._told(rank, question)
-                if answer.fields["is_full"]:
+                if answer.fields["is_copied" if what == "ahead" else "is_full"]:
                     return int(answer.fields["num_bytes"])
             return 0
 
@@ -160,7 +241,7 @@ class Resizing:
                 failed.append(error)
                 raise
 
-        futures = [self._asking.submit(one, pair) for pair in pairs]
+        futures = [self._threads.submit(one, pair) for pair in pairs]
         wait(futures)
         if failed:
             raise failed[0]

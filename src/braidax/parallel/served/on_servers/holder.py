@@ -124,7 +124,8 @@ class Holder:
                         return
 
     def _fill(self, fields: Mapping[str, Any]) -> "Future[Any]":
-        """Copies some of the rows of a part that is coming, beside other requests, and tells whether it has all."""
+        """Copies some of the rows of a part that is coming, beside other requests, and tells whether it has all; those
+        that others train meanwhile are copied `ahead`."""
         coming = self._coming.get(int(fields["part"]))
         if coming is None or not coming.filling.done():
             state = "is not coming" if coming is None else "is being filled"
@@ -133,8 +134,8 @@ class Holder:
             )
         if coming.moving is None:
             having = checked_having(fields["having"], self._world.size)
-            coming.moving = Moving(coming.part, having, self._parts, self._world.ask)
-        coming.filling = self._moving.submit(_filled_on, coming.moving)
+            coming.moving = Moving(coming.part, having, self._parts, self._lock, self._world.ask)
+        coming.filling = self._moving.submit(_copied_ahead if fields["ahead"] else _filled_on, coming.moving)
         return coming.filling
 
     def _commit(self, fields: Mapping[str, Any]) -> Any:
@@ -200,6 +201,11 @@ class _Coming:
 def _filled_on(moving: Moving) -> Any:
     moving.advance()
     return packed("filled", {"is_full": moving.is_full, "num_bytes": moving.num_bytes})
+
+
+def _copied_ahead(moving: Moving) -> Any:
+    moving.copy_ahead()
+    return packed("copied", {"is_copied": moving.is_copied, "num_bytes": moving.num_bytes})
 
 
 def serve(comm: Communicator, meeting: Meeting) -> None:

@@ -1,10 +1,10 @@
 """Rows that a server copies from others, where a part of the tables is to be on it."""
 
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, final
 
 from numpy.typing import NDArray
@@ -12,26 +12,14 @@ from numpy.typing import NDArray
 from braidax.errors import ArgumentError, CommError, PeerLost
 from braidax.parallel.served.wire import Message, packed, unpacked
 
+from .copying import progressions
 from .server import TableServer
+from .shard import check_rows
 
 _BLOCK_BYTES = 16 << 20  # a message
 _NUM_ASKED = 4  # blocks under way
 _MOST_BYTES = 1 << 29  # until who waits for it is told of it
-
-
-class Progression(NamedTuple):
-    """Rows of a part that lie in one part of another number of parts.
-
-    **Fields:** `source`: that part. `start`, `every`: which rows there. `first`, `step`: which rows
-    here. `length`: how many.
-    """
-
-    source: int
-    start: int
-    every: int
-    first: int
-    step: int
-    length: int
+_MOST_AHEAD_BYTES = 1 << 26  # the same, where others train meanwhile
 
 
 class _Block(NamedTuple):
@@ -43,25 +31,26 @@ class _Block(NamedTuple):
     place: slice
 
 
-def progressions(part: int, parts: int, former: int, num_rows: int) -> list[Progression]:
-    """Returns where the rows of a part lie in `former` parts. **Arguments:** `num_rows`: of the part."""
-    shared = math.gcd(parts, former)
-    step, every = former // shared, parts // shared
-    ids = [part + parts * first for first in range(step)]
-    return [
-        Progression(one % former, one // former, every, first, step, len(range(first, num_rows, step)))
-        for first, one in enumerate(ids)
-    ]
+class _Seen(NamedTuple):
+    """What a server told before rows were copied from it. **Fields:** `step`: how many updates it had taken. `changes`:
+    by table how often rows were changed there other than by a gradient."""
+
+    step: int
+    changes: dict[str, tuple[int, int]]
 
 
 @final
 class Moving:
-    """Fills a part with rows from the servers that have them, on which nothing changes meanwhile.
+    """Fills a part with rows from the servers that have them.
+
+    It may begin *ahead*, while they train on. Then a server is asked first how many updates it has taken, and once
+    more for the rows that later ones have moved, when nothing changes any more.
 
     **Arguments:** `part`: that is filled, for which there is room. `having`: by former part the servers that have it.
-    `own`: former parts that are here. `ask`: asks another server.
+    `own`: former parts that are here, `between` whose requests nothing changes. `ask`: asks another server.
 
-    **Fields:** `is_full`: whether all is there. `num_bytes`: that came from other servers.
+    **Fields:** `is_copied`: whether all rows were copied. `is_full`: whether all is there as it is now. `num_bytes`:
+    that came from other servers.
     """
 
     def __init__(
@@ -69,28 +58,55 @@ class Moving:
         part: TableServer,
         having: Sequence[Sequence[int]],
         own: Mapping[int, TableServer],
+        between: AbstractContextManager[Any],
         ask: Callable[[int, Any], Any],
     ) -> None:
-        self._part, self._having, self._own, self._ask = part, having, own, ask
+        self._part, self._having, self._own, self._between, self._ask = part, having, own, between, ask
         self._left = self._blocks()
+        self._seen: dict[int, _Seen] = {}  # by former part, where it began ahead
         self._lock = threading.Lock()  # guards the number
-        self.is_full, self.num_bytes = False, 0
+        self.is_copied, self.is_full, self.num_bytes = False, False, 0
+
+    def copy_ahead(self) -> None:
+        """Copies some of the rows, as many as take a while, or the last, though they may change meanwhile.
+
+        **Raises:** `PeerLost` where a server is lost; what it raises.
+        """
+        if not self._seen:
+            self._seen = {source: _seen(self._found(source, "state", {})) for source in self._sources()}
+        self._copy_some(_MOST_AHEAD_BYTES, num_asked=1)
 
     def advance(self) -> None:
-        """Copies some of the rows, as many as take a while, or the last. **Raises:** `PeerLost` where nobody has some
-        of them any more; what a server raises."""
+        """Copies some of the rows, as many as take a while, or the last; nothing changes meanwhile.
+
+        **Raises:** `PeerLost` where nobody has some of them any more; what a server raises.
+        """
+        if not self.is_copied:
+            self._copy_some(_MOST_BYTES, num_asked=_NUM_ASKED)
+        if self.is_copied:
+            states = {source: self._found(source, "state", {}) for source in self._sources()}
+            for source, seen in self._seen.items():
+                now = _seen(states[source])
+                for name in self._part.shards:
+                    if now.changes[name] == seen.changes[name]:
+                        self._copy_moved(name, source, seen.step)
+                    else:
+                        for block in self._blocks_of(name, source):
+                            self._copy(block)
+            self._part.follow([*states.values()])
+            self.is_full = True
+
+    def _copy_some(self, most: int, *, num_asked: int) -> None:
         some, size = list[_Block](), 0
         for block in self._left:
             some.append(block)
             size += self._part.shard_of_all(block.table).row_bytes * _length(block.place)
-            if size >= _MOST_BYTES:
+            if size >= most:
                 break
-        with ThreadPoolExecutor(_NUM_ASKED, thread_name_prefix="braidax-moving") as threads:
+        with ThreadPoolExecutor(num_asked, thread_name_prefix="braidax-moving") as threads:
             for _ in threads.map(self._copy, some):
                 pass
-        if size < _MOST_BYTES:
-            self._part.follow([self._found(source, "state", {}) for source in self._sources()])
-            self.is_full = True
+        self.is_copied = size < most
 
     def _sources(self) -> list[int]:
         """Returns the former parts that have some of the rows."""
@@ -99,16 +115,21 @@ class Moving:
     def _blocks(self) -> Iterator[_Block]:
         """Yields what is to be copied; one source after the other in turn."""
         for name in self._part.shards:
-            shard = self._part.shard_of_all(name)
-            most = max(1, _BLOCK_BYTES // max(1, shard.row_bytes))
-            found = progressions(self._part.number, self._part.size, len(self._having), shard.num_rows)
-            for start in range(0, max((one.length for one in found), default=0), most):
-                for one in found:
-                    stop = min(start + most, one.length)
-                    if start < stop:
-                        rows = slice(one.start + start * one.every, one.start + (stop - 1) * one.every + 1, one.every)
-                        place = slice(one.first + start * one.step, one.first + (stop - 1) * one.step + 1, one.step)
-                        yield _Block(name, one.source, rows, place)
+            yield from self._blocks_of(name, None)
+
+    def _blocks_of(self, name: str, source: int | None) -> Iterator[_Block]:
+        """Yields what is to be copied of a table. **Arguments:** `source`: the former part; None is all of them."""
+        shard = self._part.shard_of_all(name)
+        most = max(1, _BLOCK_BYTES // max(1, shard.row_bytes))
+        found = progressions(self._part.number, self._part.size, len(self._having), shard.num_rows)
+        found = [one for one in found if source in (None, one.source)]
+        for start in range(0, max((one.length for one in found), default=0), most):
+            for one in found:
+                stop = min(start + most, one.length)
+                if start < stop:
+                    rows = slice(one.start + start * one.every, one.start + (stop - 1) * one.every + 1, one.every)
+                    place = slice(one.first + start * one.step, one.first + (stop - 1) * one.step + 1, one.step)
+                    yield _Block(name, one.source, rows, place)
 
     def _copy(self, block: _Block) -> None:
         places = self._part.shard_of_all(block.table).lying(block.place)
@@ -116,25 +137,46 @@ class Moving:
             found: Sequence[NDArray[Any]] = self._own[block.source].shard_of_all(block.table).lying(block.rows)
         else:
             rows = {"start": block.rows.start, "stop": block.rows.stop, "every": block.rows.step}
-            arrays = self._found(block.source, "copy", {"table": block.table, **rows}).arrays
-            found = [arrays[str(at)] for at in range(len(arrays))]
-            with self._lock:
-                self.num_bytes += sum(one.nbytes for one in found)
-        told, expected = ([(one.shape, one.dtype) for one in some] for some in (found, places))
-        if told != expected:
-            raise CommError(f"rows of {block.table} came as {told}, expected {expected} of a server of this version")
+            found = self._came(block.source, self._found(block.source, "copy", {"table": block.table, **rows}))
+        _check_forms(block.table, found, places)
         for place, one in zip(places, found, strict=True):
             place[:] = one
 
+    def _copy_moved(self, name: str, source: int, since: int) -> None:
+        """Copies rows once more that a gradient has moved. **Arguments:** `since`: in this step, or behind it."""
+        shard, start = self._part.shard_of_all(name), 0
+        to = {"to": self._part.number, "among": self._part.size, "since": since}
+        most = max(1, _BLOCK_BYTES // max(1, shard.row_bytes))
+        num_there = len(range(source, shard.form.shape[0], len(self._having)))
+        while start < num_there:
+            answer = self._found(source, "copy again", {"table": name, **to, "start": start, "most": most})
+            ids, found = answer.arrays["ids"], self._came(source, answer)
+            check_rows(ids, f"rows of {name} that were moved", shard.num_rows, f"part {self._part.number} has as many")
+            _check_forms(name, found, [one[ids] for one in shard.lying(slice(None))])
+            for place, one in zip(shard.lying(slice(None)), found, strict=True):
+                place[ids] = one
+            if not start < (looked := int(answer.fields["looked"])) <= num_there:
+                raise CommError(f"a server has looked at {looked} rows of {name}: expected {start + 1} to {num_there}")
+            start = looked
+
+    def _came(self, source: int, answer: Message) -> list[NDArray[Any]]:
+        """Returns the rows of an answer, which are counted where they come from others."""
+        found = [answer.arrays[str(at)] for at in range(len({*answer.arrays} - {"ids"}))]
+        if source not in self._own:
+            with self._lock:
+                self.num_bytes += sum(one.nbytes for one in found)
+        return found
+
     def _found(self, source: int, kind: str, fields: Mapping[str, Any]) -> Message:
-        """Asks whoever of those that have a former part is there."""
+        """Asks whoever of those that have a former part is there; ahead always the same one."""
         told = {**fields, "run": self._part.run, "part": source, "parts": len(self._having)}
         if source in self._own:
-            return unpacked(self._own[source].answer(-1, Message(kind, told, {})))
+            with self._between:
+                return unpacked(self._own[source].answer(-1, Message(kind, told, {})))
         some = self._having[source]
         turned = self._part.number % len(some)  # so that not all ask the same one
         last: PeerLost | None = None
-        for rank in (*some[turned:], *some[:turned]):
+        for rank in (*some[turned:], *some[:turned])[: 1 if self._seen else None]:
             try:
                 return unpacked(self._ask(rank, packed(kind, told)))
             except PeerLost as error:
@@ -143,6 +185,17 @@ class Moving:
             f"all servers that have part {source} of {len(self._having)} are lost, {[*some]}: {last}",
             -1 if last is None else last.rank,
         ) from last
+
+
+def _seen(state: Message) -> _Seen:
+    begun, settled = state.fields["begun"], state.fields["settled"]
+    return _Seen(int(state.fields["step"]), {name: (int(begun[name]), int(settled[name])) for name in begun})
+
+
+def _check_forms(table: str, found: Sequence[NDArray[Any]], places: Sequence[NDArray[Any]]) -> None:
+    told, expected = ([(one.shape, one.dtype) for one in some] for some in (found, places))
+    if told != expected:
+        raise CommError(f"rows of {table} came as {told}, expected {expected} of a server of this version")
 
 
 def _length(rows: slice) -> int:

@@ -38,8 +38,11 @@ class SeenShard:
 
     **Arguments:** `form`: of the table, which says what is `seen`. `rank`, `size`, `threads`: as of `Shard`.
 
-    **Fields:** `num_rows`: of all here, there or not. `key`: numbers of the key of `init`. `begun`: as of `Shard`.
+    **Fields:** `num_rows`: of all here, there or not. `key`: numbers of the key of `init`. `begun`, `settled`:
+    as of `Shard`.
     """
+
+    settled = 0  # rows rest without a gradient
 
     def __init__(self, form: TableForm, rank: int, size: int, threads: Executor | None = None) -> None:
         assert form.seen is not None, "others have all rows"

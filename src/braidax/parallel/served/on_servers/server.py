@@ -12,6 +12,7 @@ from braidax.parallel.plan.placements import Wire
 from braidax.parallel.served.compressed.travelling import packed_rows, unpacked_rows, wire_from
 from braidax.parallel.served.wire import Message, packed, unpacked
 
+from .copying import copied, copied_again
 from .dense import DenseForm, DensePart
 from .growing import growing_answers
 from .seen_shard import SeenShard
@@ -60,7 +61,8 @@ class TableServer:
             "read": self._read,
             "changed": self._changed,
             "read dense": self._read_dense,
-            "copy": self._copy,
+            "copy": lambda _, message: copied(self.shard_of_all(message.fields["table"]), message.fields),
+            "copy again": lambda _, message: copied_again(self.shard_of_all(message.fields["table"]), message.fields),
             "state": self._state,
             "hold": self._hold,
             "release": self._release,
@@ -339,15 +341,8 @@ class TableServer:
         """Tells what a copy of this part has besides rows."""
         pairs = ((f"{name}/{at}", one) for name, shard in self.shards.items() for at, one in enumerate(shard.shared))
         begun = {name: shard.begun for name, shard in self.shards.items()}
-        return packed("state", {"step": self._updates.step, "begun": begun}, dict(pairs))
-
-    def _copy(self, rank: int, message: Message) -> Any:
-        """Reads rows as they lie here, some or `every` so many."""
-        start, stop, every = (int(message.fields[one]) for one in ("start", "stop", "every"))
-        if start < 0 or every < 1:
-            raise ArgumentError(f"start={start}, every={every}: expected 0 or more, and 1 or more")
-        rows = self.shard_of_all(message.fields["table"]).lying(slice(start, stop, every))
-        return packed("rows", {}, {str(at): leaf for at, leaf in enumerate(rows)})
+        settled = {name: shard.settled for name, shard in self.shards.items()}
+        return packed("state", {"step": self._updates.step, "begun": begun, "settled": settled}, dict(pairs))
 
     def follow(self, states: Sequence[Message]) -> None:
         """Goes on as others, which have the rows that were copied here, stand. **Arguments:** what they tell as

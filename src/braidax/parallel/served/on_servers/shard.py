@@ -57,6 +57,7 @@ class Shard:
 
     **Fields:** `num_rows`: here. `values`: `[num_rows, D]`. `kept`: what the optimizer keeps of rows. `touched`:
     int64 `[num_rows]`, the last step that has moved a row by a gradient. `begun`: how often rows were put here.
+    `settled`: how often rows were brought up where they lie.
 
     **Raises:** as `RowFiles`.
     """
@@ -64,7 +65,8 @@ class Shard:
     def __init__(
         self, form: TableForm, rank: int, size: int, threads: Executor | None = None, disk: str | None = None
     ) -> None:
-        self.form, self.rank, self.size, self._threads, self.begun = form, rank, size, threads, 0
+        self.form, self.rank, self.size, self._threads = form, rank, size, threads
+        self.begun, self.settled = 0, 0
         self.num_rows = len(range(rank, form.shape[0], size))
         dtype = jax.numpy.dtype(form.dtype)
         kept = [((self.num_rows, *one.shape), jax.numpy.dtype(one.dtype)) for one in form.kept]
@@ -296,6 +298,7 @@ class Shard:
         """Brings consecutive rows up to now. **Arguments:** `shared`: as of `settle_all`."""
         if self._settle is None:
             return
+        self.settled += 1
         ids = np.arange(part.start, part.stop)
         self._compute(self._settle, ids, self._shared if shared is None else shared, self._put)
 

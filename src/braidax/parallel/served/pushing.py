@@ -1,0 +1,74 @@
+"""Gradients of rows: summed over the ids and devices of a process, and brought to servers behind a step."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
+from typing import Any, final
+
+import jax
+from numpy.typing import NDArray
+
+from .batch_rows import BatchRows
+from .parts import local_parts
+from .row_memory import aligned
+from .servers import Servers
+
+
+@final
+class Summing:
+    """Sums gradients of rows, in memory that it keeps. **Arguments:** `threads`: share the work."""
+
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
+        self._room: dict[str, dict[int, NDArray[Any]]] = {}  # for the sums of each table, by device
+
+    def summed(
+        self, rows: Mapping[str, BatchRows], payload: Mapping[str, jax.Array], on_host: Callable[[str], bool]
+    ) -> dict[str, NDArray[Any]]:
+        """Waits for the gradients of all devices' rows, and sums them, `[u, D]`, by table.
+
+        **Arguments:** `payload`: as of `ServedReading.push`. `on_host`: whether equal ids of a table are summed here.
+        """
+        found: dict[str, NDArray[Any]] = {}
+        for name, one in rows.items():
+            parts = local_parts(payload[name])
+            if on_host(name):
+                if name not in self._room:
+                    self._room[name] = {at: aligned(part.shape, part.dtype) for at, part in parts.items()}
+                parts = one.summed_ids(parts, self._room[name], self._threads)
+            found[name] = one.summed(parts)
+        return found
+
+
+@final
+class Pushing:
+    """Brings the gradients of updates to servers, one after the other, in the background.
+
+    **Arguments:** `servers`: which. `thread`: the only one, which pushes; the caller's.
+    """
+
+    def __init__(self, servers: Servers, thread: Executor) -> None:
+        self._servers, self._thread = servers, thread
+        self._pushed: deque[Future[None]] = deque()  # and not known yet to be there
+        self._is_alone = False  # in that servers have what was pushed here
+
+    def begin(self, push: Callable[..., None], *given: Any) -> None:
+        """Pushes an update. **Arguments:** `push`: does that. `given`: to it."""
+        self._pushed.append(self._thread.submit(push, *given))
+
+    def wait(self, *, behind: int = 0) -> None:
+        """Returns when servers have what all processes have pushed, but for the last updates; all call it.
+
+        **Arguments:** `behind`: how many of these. **Raises:** what became of an update, again and again.
+        """
+        self.wait_for_own(behind=behind)
+        if self._is_alone:
+            self._servers.meet()
+            self._is_alone = False
+
+    def wait_for_own(self, *, behind: int) -> None:
+        """Returns when servers have what this process has pushed, as `wait` does; others may be late."""
+        while len(self._pushed) > behind:
+            self._pushed[0].result()
+            self._is_alone = True
+            self._pushed.popleft()
