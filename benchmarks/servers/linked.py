@@ -46,7 +46,7 @@ def linked_cases(report: Report, *, quick: bool) -> dict[str, tuple[str, str, in
     report.against("hybrid_dense", case, "time", ours=ROWS, peers=[DENSE], at=[_AT], at_least=2.5)
     wide: Given = ("lm1b", (20_000, 32, 4) if quick else (793_470, 128, 4), {"state": 128 if quick else 2048})
     case = f"step, {_WORKERS} processes, {_in_words(wide)}"
-    _measure(report, case, wide, every, gigabits=gigabits, rounds=rounds)
+    _measure(report, case, wide, every, gigabits=(10,), rounds=rounds)
     report.against("hybrid_ps", case, "time", ours=ROWS, peers=[PS], at=[_AT], at_least=1.2)
     images: Given = ("resnet", ((1, 1, 1, 1), 32, 2) if quick else ((3, 4, 6, 3), 64, 4), {})
     case = f"step, {_WORKERS} processes, {_in_words(images)}"
