@@ -211,7 +211,6 @@ def test_what_needs_all_rows_is_refused(gang: LocalGang) -> None:
             "table": lambda: step.table("table"),
             "to_dense": lambda: step.to_dense(state),
             "from_dense": lambda: step.from_dense(state),
-            "resize": lambda: step.resize(1),
         }.items():
             with pytest.raises(ArgumentError, match=rf"step.{name} reads or writes .* grow as seen: .*step.seen_rows"):
                 call()
@@ -226,10 +225,9 @@ def test_options(options: dict[str, Any]) -> None:
         bx.Seen(**{"capacity": 1, **options})
 
 
-@pytest.mark.parametrize("options", [{"disk": "/somewhere"}, {"copies": 2, "spares": 1}])
-def test_what_does_not_go_with_it(options: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match="expected disk=None and spares=0; copies=2 goes with them"):
-        bx.Served(seen=SEEN, **options)
+def test_rows_that_grow_are_in_memory() -> None:
+    with pytest.raises(ArgumentError, match="with disk='/somewhere': tables that grow are in memory"):
+        bx.Served(seen=SEEN, disk="/somewhere")
 
 
 def test_rows_that_grow_travel_as_they_are() -> None:

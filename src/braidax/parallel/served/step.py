@@ -243,7 +243,6 @@ class ServedStep:
         **Raises:** `ArgumentError` for another number. `CallFailed` where a server has no room in its memory or on its
         disk; `PeerLost` where one is lost, or a process that trains: tables then stay where they were.
         """
-        self._check_has_all_rows("step.resize")
         self._wait()
         self._pulling.wait()
         self._servers.resize(num_servers)

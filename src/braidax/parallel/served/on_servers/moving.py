@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from braidax.errors import ArgumentError, CommError, PeerLost
 from braidax.parallel.served.wire import Message, packed, unpacked
 
+from .moving_seen import MovingSeen, SeenBlock
+from .seen_shard import SeenShard
 from .server import TableServer
 
 _BLOCK_BYTES = 16 << 20  # a message
@@ -72,17 +74,18 @@ class Moving:
         ask: Callable[[int, Any], Any],
     ) -> None:
         self._part, self._having, self._own, self._ask = part, having, own, ask
-        self._left = self._blocks()
+        self._left, self._seen = self._blocks(), dict[str, MovingSeen]()
         self._lock = threading.Lock()  # guards the number
         self.is_full, self.num_bytes = False, 0
 
     def advance(self) -> None:
         """Copies some of the rows, as many as take a while, or the last. **Raises:** `PeerLost` where nobody has some
         of them any more; what a server raises."""
-        some, size = list[_Block](), 0
+        some, size = list[_Block | SeenBlock](), 0
         for block in self._left:
             some.append(block)
-            size += self._part.shard_of_all(block.table).row_bytes * _length(block.place)
+            length = len(block.slots) if isinstance(block, SeenBlock) else _length(block.place)
+            size += self._part.shards[block.table].row_bytes * length
             if size >= _MOST_BYTES:
                 break
         with ThreadPoolExecutor(_NUM_ASKED, thread_name_prefix="braidax-moving") as threads:
@@ -96,10 +99,15 @@ class Moving:
         """Returns the former parts that have some of the rows."""
         return sorted({one.source for one in progressions(self._part.number, self._part.size, len(self._having), 0)})
 
-    def _blocks(self) -> Iterator[_Block]:
-        """Yields what is to be copied; one source after the other in turn."""
-        for name in self._part.shards:
-            shard = self._part.shard_of_all(name)
+    def _blocks(self) -> Iterator[_Block | SeenBlock]:
+        """Yields what is to be copied; one source after the other in turn. Tables that grow have room for it first."""
+        for name, shard in self._part.shards.items():
+            if isinstance(shard, SeenShard):
+                self._seen[name] = MovingSeen(shard, self._sources(), self._found)
+        for name, shard in self._part.shards.items():
+            if isinstance(shard, SeenShard):
+                yield from self._seen[name].blocks(_BLOCK_BYTES)
+                continue
             most = max(1, _BLOCK_BYTES // max(1, shard.row_bytes))
             found = progressions(self._part.number, self._part.size, len(self._having), shard.num_rows)
             for start in range(0, max((one.length for one in found), default=0), most):
@@ -110,7 +118,12 @@ class Moving:
                         place = slice(one.first + start * one.step, one.first + (stop - 1) * one.step + 1, one.step)
                         yield _Block(name, one.source, rows, place)
 
-    def _copy(self, block: _Block) -> None:
+    def _copy(self, block: _Block | SeenBlock) -> None:
+        if isinstance(block, SeenBlock):
+            num_bytes = self._seen[block.table].copy(block)
+            with self._lock:
+                self.num_bytes += 0 if block.source in self._own else num_bytes
+            return
         places = self._part.shard_of_all(block.table).lying(block.place)
         if block.source in self._own:
             found: Sequence[NDArray[Any]] = self._own[block.source].shard_of_all(block.table).lying(block.rows)

@@ -1,6 +1,6 @@
 """A server's part of a table that grows: rows of ids that updates have read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, final
@@ -20,9 +20,10 @@ Which = Literal["rows", "counts", "ids"]
 
 
 class _Coming(NamedTuple):
-    """What an update does. **Fields:** `slots`: of its ids, -1 where they have no row. `is_new`: which get one now.
-    `counted`: int32, how many updates have read those that have none."""
+    """What an update does. **Fields:** `ids`: its. `slots`: of them, -1 where they have no row. `is_new`: which get one
+    now. `counted`: int32, how many updates have read those that have none."""
 
+    ids: NDArray[Any]
     slots: NDArray[np.int64]
     is_new: NDArray[np.bool_]
     counted: NDArray[np.int32]
@@ -48,12 +49,13 @@ class SeenShard:
         self._most = -(-form.seen.capacity // size)
         self.key: NDArray[Any] = np.zeros(0, np.uint32)
         self._first = FirstRows(form, rank, size)
+        self._known: _Coming | None = None  # of the last update that was asked about
         one = jax.ShapeDtypeStruct((1, *form.shape[1:]), form.spec.dtype)
         self._rows = Shard(replace(form, spec=one), 0, 1, threads)
         self._forget_all(0)
 
     def _forget_all(self, step: int) -> None:
-        self._now = step
+        self._now, self._known = step, None
         self._rows.make_room(1)
         self._rows.load(np.zeros((1, self.form.width), self.values.dtype))  # with the first numbers that all share
         self._counts = np.zeros(0, np.int32)
@@ -123,13 +125,12 @@ class SeenShard:
         **Raises:** `ArgumentError` where there is not room for all.
         """
         coming = self._coming(ids)
-        self._check_room(coming)
         return gradients[(coming.slots >= 0) | coming.is_new]
 
     def push(self, ids: NDArray[Any], gradients: NDArray[Any], numbers: Sequence[Any], step: int) -> None:
         """Moves rows by their gradients; new ones get room. **Arguments, Raises:** as of `Shard`, `admitted`."""
         coming = self._coming(ids)
-        self._check_room(coming)
+        self._known = None
         self._count(ids, coming, step)
         new, slots = ids[coming.is_new], coming.slots.copy()
         slots[coming.is_new] = self._there.add(new, step)
@@ -140,13 +141,21 @@ class SeenShard:
         self._now = step + 1
 
     def _coming(self, ids: NDArray[Any]) -> _Coming:
+        """Returns what an update does, which `push` need not find out again. **Raises:** as `admitted`."""
+        if self._known is None or self._known.ids is not ids:
+            found = self._found(ids)
+            self._check_room(found)
+            self._known = found
+        return self._known
+
+    def _found(self, ids: NDArray[Any]) -> _Coming:
         slots = self._there.live(ids, self._now)
         if self._seen.admit_at == 1:
-            return _Coming(slots, slots < 0, np.zeros(len(ids), np.int32))
+            return _Coming(ids, slots, slots < 0, np.zeros(len(ids), np.int32))
         at = self._counted.live(ids, self._now)
         counted = np.where(slots < 0, 1 + np.where(at >= 0, self._counts[at], 0), 0).astype(np.int32)
         is_new = counted >= self._seen.admit_at
-        return _Coming(slots, is_new, counted)
+        return _Coming(ids, slots, is_new, counted)
 
     def _check_room(self, coming: _Coming) -> None:
         num_new = int(coming.is_new.sum())
@@ -184,9 +193,15 @@ class SeenShard:
         """Returns what is there, or is counted, by id: `ids` of the table, `touched`, and `values` and `kept/…`, or
         `counts`; with "ids" no more. **Arguments:** `start`, `stop`: ids of the table. `most`: how many at once.
         `since`: the step from which on they were touched."""
-        entries = self._counted if which == "counts" else self._there
+        entries = self._entries(which)
         first, last = (-(-(end - self.rank) // self.size) for end in (start, stop))
-        slots = entries.listed(self._now, (first, last), most, since)
+        return self._of_slots(which, entries.listed(self._now, (first, last), most, since))
+
+    def _entries(self, which: Which) -> Entries:
+        return self._counted if which == "counts" else self._there
+
+    def _of_slots(self, which: Which, slots: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        entries = self._entries(which)
         found = {"ids": entries.ids[slots] * self.size + self.rank, "touched": entries.touched[slots]}
         if which == "ids":
             return found
@@ -203,7 +218,7 @@ class SeenShard:
 
     def put_listed(self, which: Which, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Undoes `listed`. **Raises:** `ArgumentError` for what is none of this server's, or has no room."""
-        entries = self._there if which == "rows" else self._counted
+        entries, self._known = self._entries(which), None
         ids, touched = arrays["ids"], arrays["touched"]
         if ids.dtype != np.int64 or touched.dtype != np.int64 or ids.shape != touched.shape:
             raise ArgumentError(f"ids and touched of {self.form.name} are no numbers of the same ids")
@@ -218,3 +233,58 @@ class SeenShard:
             self._counts[slots] = arrays["counts"]
         else:
             self._rows.put_at(slots, [arrays["values"], *(arrays[f"kept/{at}"] for at in range(len(self._rows.kept)))])
+
+    # What goes to other parts
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, with all that is kept of it."""
+        return self._rows.row_bytes
+
+    def compile(self) -> Iterator[int]:
+        """As of `Shard`."""
+        return self._rows.compile()
+
+    def held(self, which: Which, of: tuple[int, int]) -> tuple[int, int]:
+        """Returns how many ids are here of a part, and the slot behind the last. **Arguments:** `of`: the part, and of
+        how many."""
+        return len(self._slots_of(which, of, slice(None))), len(self._entries(which).ids)
+
+    def taken(self, which: Which, of: tuple[int, int], slots: slice) -> dict[str, NDArray[Any]]:
+        """Returns as `listed` what is in some slots. **Arguments:** `of`: as of `held`."""
+        return self._of_slots(which, self._slots_of(which, of, slots))
+
+    def _slots_of(self, which: Which, of: tuple[int, int], slots: slice) -> NDArray[np.int64]:
+        entries, first = self._entries(which), slots.indices(len(self._entries(which).ids))[0]
+        ids = entries.ids[slots] * self.size + self.rank
+        found = np.flatnonzero(entries.are_there(self._now, slots) & (ids % of[1] == of[0]))
+        return first + found[np.argsort(ids[found])]
+
+    def check_moves(self, which: Which, count: int) -> None:
+        """Raises `ArgumentError` where this part, which has nothing yet, has no room for so many ids."""
+        most = self._entries(which).most
+        if count > most:
+            raise ArgumentError(
+                f"{self.form.name} grows as seen, with capacity={self._seen.capacity}, and {which} of {count:,} ids "
+                f"would be in part {self.rank} of {self.size}, where {most:,} have room: expected fewer; restore a "
+                f"checkpoint with a larger capacity of Seen, let rows expire (expire_after), or take another number of "
+                f"servers"
+            )
+
+    def check_list(self, which: Which, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Raises `ArgumentError` for what is no list of another part."""
+        expected = {name: (one.shape[1:], one.dtype) for name, one in self._of_slots(which, np.empty(0, int)).items()}
+        told = {name: (one.shape[1:], one.dtype) for name, one in arrays.items()}
+        if told != expected or len({len(one) for one in arrays.values()}) != 1:
+            raise ArgumentError(
+                f"{which} of {self.form.name} came as {told}, expected as many of each of {expected} of a server of "
+                f"this version"
+            )
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Returns what parts have besides rows."""
+        return {"key": self.key}
+
+    def follow(self, state: Mapping[str, NDArray[Any]], step: int) -> None:
+        """Goes on as a part whose ids were put here. **Arguments:** `state`: of it. `step`: updates were taken."""
+        self.key, self._now, self._known = state["key"].copy(), step, None

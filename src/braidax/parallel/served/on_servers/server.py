@@ -13,7 +13,7 @@ from braidax.parallel.served.compressed.travelling import packed_rows, unpacked_
 from braidax.parallel.served.wire import Message, packed, unpacked
 
 from .dense import DenseForm, DensePart
-from .growing import growing_answers
+from .growing import follow_state, growing_answers, state_of
 from .seen_shard import SeenShard
 from .shard import Shard
 from .told import forms_from
@@ -337,9 +337,9 @@ class TableServer:
 
     def _state(self, rank: int, message: Message) -> Any:
         """Tells what a copy of this part has besides rows."""
-        pairs = ((f"{name}/{at}", one) for name, shard in self.shards.items() for at, one in enumerate(shard.shared))
+        pairs = {f"{name}/{at}": one for name, shard in self.shards.items() for at, one in state_of(shard).items()}
         begun = {name: shard.begun for name, shard in self.shards.items()}
-        return packed("state", {"step": self._updates.step, "begun": begun}, dict(pairs))
+        return packed("state", {"step": self._updates.step, "begun": begun}, pairs)
 
     def _copy(self, rank: int, message: Message) -> Any:
         """Reads rows as they lie here, some or `every` so many."""
@@ -358,9 +358,8 @@ class TableServer:
                 f"part {self.number} of {self.size} was copied from servers that have seen {steps} updates: expected "
                 f"all to have seen the same, between two updates"
             )
-        for name in self.shards:
-            shard = self.shard_of_all(name)
-            shard.share([states[0].arrays[f"{name}/{at}"] for at in range(shard.form.num_shared)])
+        for name, shard in self.shards.items():
+            follow_state(shard, {at: states[0].arrays[f"{name}/{at}"] for at in state_of(shard)}, steps[0])
             begun = {int(state.fields["begun"][name]) for state in states}
             shard.begun = max(begun) + (len(begun) > 1)  # which of them were put there behind others is not known
         self._begin(steps[0])
