@@ -42,7 +42,8 @@ def gang() -> Iterator[LocalGang]:
 
 
 def make_step(gang: LocalGang, seen: bx.Seen | None, optimizer: Any = ADAGRAD, **options: Any) -> Any:
-    served = bx.Served(seen=seen, copies=options.pop("copies", 1), staleness=options.pop("staleness", 0))
+    copies, staleness, disk = options.pop("copies", 1), options.pop("staleness", 0), options.pop("disk", None)
+    served = bx.Served(seen=seen, copies=copies, staleness=staleness, disk=disk)
     strategies = {"data": bx.Hybrid(tables=served, row_optimizers=options.pop("row_optimizers", {}))}
     options = {"init": init, "batch": specs(make_batch()), **options}
     mesh = make_mesh("8 explicit")
@@ -225,11 +226,6 @@ def test_options(options: dict[str, Any]) -> None:
         bx.Seen(**{"capacity": 1, **options})
 
 
-def test_rows_that_grow_are_in_memory() -> None:
-    with pytest.raises(ArgumentError, match="with disk='/somewhere': tables that grow are in memory"):
-        bx.Served(seen=SEEN, disk="/somewhere")
-
-
 def test_rows_that_grow_travel_as_they_are() -> None:
     with pytest.raises(ArgumentError, match=r"with wire='int8': what gradients lose .* expected wire=None"):
         bx.Served(seen=SEEN, wire="int8")
@@ -237,7 +233,8 @@ def test_rows_that_grow_travel_as_they_are() -> None:
 
 @pytest.mark.parametrize("seen", [pytest.param(SEEN, marks=SLOW), bx.Seen(1000, admit_at=2, expire_after=3)])
 def test_training_goes_on_from_a_checkpoint(tmp_path: Path, seen: bx.Seen) -> None:
-    """Saved by two servers, restored to three, and to more room; lists have another length each time."""
+    """Saved by two servers in memory, restored to the disks of three, and to more room; lists have another length each
+    time."""
     with LocalGang(2) as gang, make_step(gang, seen) as step, Checkpointer(tmp_path, Every(2)) as saver:
         state, losses = step.init(jax.random.key(3)), list[float]()
         for seed in range(7):
@@ -247,7 +244,11 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path, seen: bx.Seen) -> No
         expected = {name: step.seen_rows(name) for name in ("table", "other")}
     assert len(expected["table"][0]) > 0
     more = replace(seen, capacity=2000)
-    with LocalGang(3) as gang, make_step(gang, more) as step, Checkpointer(tmp_path, Every(2)) as saver:
+    with (
+        LocalGang(3) as gang,
+        make_step(gang, more, disk=str(tmp_path)) as step,
+        Checkpointer(tmp_path, Every(2)) as saver,
+    ):
         state, _ = saver.restore((step.state_specs, step.tables))
         assert int(state.step) == 6
         state, metrics = step.update(state, make_batch(6))

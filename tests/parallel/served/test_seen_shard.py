@@ -1,5 +1,6 @@
 """Tables that grow, server by server, against NumPy: which rows get room, which are given up, and what is read."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,8 +35,8 @@ def form_of(seen: Seen | None, optimizer: Any = None) -> TableForm:
 class Team:
     """All servers of a table."""
 
-    def __init__(self, form: TableForm, size: int) -> None:
-        self.size, self.shards = size, [SeenShard(form, rank, size) for rank in range(size)]
+    def __init__(self, form: TableForm, size: int, disk: str | None = None) -> None:
+        self.size, self.shards = size, [SeenShard(form, rank, size, disk=disk) for rank in range(size)]
         for shard in self.shards:
             shard.bear(KEY)
 
@@ -88,8 +89,11 @@ def updates(count: int, seed: int = 0) -> Any:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(("admit_at", "expire_after"), [(1, None), (3, None), (1, 4), (2, 1), (3, 7)])
 def test_rows_are_what_is_said(size: int, admit_at: int, expire_after: int | None) -> None:
-    seen = Seen(ROWS, admit_at=admit_at, expire_after=expire_after)
-    team, told = Team(form_of(seen), size), Told(seen)
+    check_rows(size, Seen(ROWS, admit_at=admit_at, expire_after=expire_after))
+
+
+def check_rows(size: int, seen: Seen, disk: str | None = None) -> None:
+    team, told = Team(form_of(seen), size, disk), Told(seen)
     for step, ids, gradients in updates(60):
         team.push(ids, gradients, step)
         told.push(ids, gradients, step)
@@ -104,7 +108,28 @@ def test_rows_are_what_is_said(size: int, admit_at: int, expire_after: int | Non
 
 def test_rows_are_what_is_said_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_map, "compiled", lambda: None)
-    test_rows_are_what_is_said(2, 2, 5)
+    check_rows(2, Seen(ROWS, admit_at=2, expire_after=5))
+
+
+def test_rows_on_disk_are_what_is_said(tmp_path: Path) -> None:
+    """Also behind a checkpoint: rows that lie there still are not there."""
+    check_rows(2, Seen(ROWS, admit_at=2, expire_after=5), str(tmp_path))
+    team = Team(form_of(Seen(9)), 1, str(tmp_path))
+    (shard,), ids = team.shards, np.arange(9)
+    shard.push(ids, np.ones((9, WIDTH), np.float32), [], 0)
+    np.testing.assert_array_equal(shard.pull(ids), FIRST[:9] - np.float32(RATE))
+    shard.restart(KEY, shard.shared, 1)
+    np.testing.assert_array_equal(shard.pull(ids), FIRST[:9])
+    shard.push(ids[::-1], np.ones((9, WIDTH), np.float32), [], 1)
+    np.testing.assert_array_equal(shard.pull(ids), FIRST[:9] - np.float32(RATE))
+    shard.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_has_room_for_all_rows_that_there_may_be(tmp_path: Path) -> None:
+    told = r"for table, as seen by server 0 of 2, .*: [\d,]+ bytes are needed, and [\d,]+ are free"
+    with pytest.raises(OSError, match=told):
+        SeenShard(form_of(Seen(1 << 46)), 0, 2, disk=str(tmp_path))
 
 
 def test_rows_that_change_are_known_to_have_changed() -> None:

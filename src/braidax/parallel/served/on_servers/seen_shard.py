@@ -37,12 +37,15 @@ class SeenShard:
     slots of a `Shard`, which grows, and where they are tells a map. Counts of ids that are not admitted yet are kept as
     rows are, exactly, and for as many ids.
 
-    **Arguments:** `form`: of the table, which says what is `seen`. `rank`, `size`, `threads`: as of `Shard`.
+    **Arguments:** `form`: of the table, which says what is `seen`. `rank`, `size`, `threads`, `disk`: as of `Shard`; a
+    disk has room for all rows that there may be from the first on.
 
     **Fields:** `num_rows`: of all here, there or not. `key`: numbers of the key of `init`. `begun`: as of `Shard`.
     """
 
-    def __init__(self, form: TableForm, rank: int, size: int, threads: Executor | None = None) -> None:
+    def __init__(
+        self, form: TableForm, rank: int, size: int, threads: Executor | None = None, disk: str | None = None
+    ) -> None:
         assert form.seen is not None, "others have all rows"
         self.form, self.rank, self.size, self._seen, self._threads = form, rank, size, form.seen, threads
         self.num_rows, self.begun = len(range(rank, form.shape[0], size)), 0
@@ -50,18 +53,24 @@ class SeenShard:
         self.key: NDArray[Any] = np.zeros(0, np.uint32)
         self._first = FirstRows(form, rank, size)
         self._known: _Coming | None = None  # of the last update that was asked about
-        one = jax.ShapeDtypeStruct((1, *form.shape[1:]), form.spec.dtype)
-        self._rows = Shard(replace(form, spec=one), 0, 1, threads)
+        self._grows = disk is None
+        room = jax.ShapeDtypeStruct((1 if self._grows else self._most, *form.shape[1:]), form.spec.dtype)
+        whose = f"{form.name}, as seen by server {rank} of {size}"
+        self._rows = Shard(replace(form, name=whose, spec=room), 0, 1, threads, disk)
+        self._first_shared = [np.array(one) for one in self._rows.shared]  # the first numbers that all share
         self._forget_all(0)
 
     def _forget_all(self, step: int) -> None:
         self._now, self._known = step, None
-        self._rows.make_room(1)
-        self._rows.load(np.zeros((1, self.form.width), self.values.dtype))  # with the first numbers that all share
+        self._rows.share(self._first_shared)
         self._counts = np.zeros(0, np.int32)
-        self._there = Entries(self._most, self._seen.expire_after, self._rows.make_room)
+        self._there = Entries(self._most, self._seen.expire_after, self._grow_rows)
         self._counted = Entries(self._most, self._seen.expire_after, self._grow_counts)
         self.begun += 1
+
+    def _grow_rows(self, size: int) -> None:
+        if self._grows:
+            self._rows.make_room(size)
 
     def _grow_counts(self, size: int) -> None:
         counts = np.zeros(size, np.int32)
@@ -207,8 +216,8 @@ class SeenShard:
             return found
         if which == "counts":
             return {**found, "counts": self._counts[slots]}
-        kept = {f"kept/{at}": leaf[slots] for at, leaf in enumerate(self._rows.kept)}
-        return {**found, "values": self._rows.values[slots], **kept}
+        values, *kept, _ = self._rows.lying(slots)
+        return {**found, "values": values, **{f"kept/{at}": leaf for at, leaf in enumerate(kept)}}
 
     def restart(self, key_data: NDArray[Any], shared: Sequence[Any], step: int) -> None:
         """Forgets all that is there, for `put_listed`. **Arguments:** `step`: how many updates were taken."""

@@ -98,7 +98,7 @@ class TableServer:
         for form in forms_from(message.fields["tables"], message.arrays):
             where = (form, self.number, self.size, self._threads)
             try:
-                self.shards[form.name] = Shard(*where, disk) if form.seen is None else SeenShard(*where)
+                self.shards[form.name] = (Shard if form.seen is None else SeenShard)(*where, disk)
             except MemoryError as error:
                 raise MemoryError(
                     f"server {self.number} of {self.size} has no memory for its part of {form.name}, "

@@ -131,7 +131,7 @@ class Shard:
         """Bytes of a row, with all that is kept of it."""
         return sum(leaf.nbytes for leaf in self.lying(slice(None))) // max(1, self.num_rows)
 
-    def lying(self, rows: slice) -> list[NDArray[Any]]:
+    def lying(self, rows: slice | NDArray[Any]) -> list[NDArray[Any]]:
         """Returns rows as they lie here, which are not brought up, to be read or written: values, what is kept of them,
         and when each was moved last."""
         return [leaf[rows] for leaf in (self.values, *self.kept, self.touched)]
