@@ -26,7 +26,7 @@ from braidax.parallel.served.files import publishing
 from braidax.parallel.served.files.form import Header, listed, opened
 from braidax.program import rows_alone
 from tests.parallel.models import assert_close, copied, make_mesh, single_device, specs
-from tests.parallel.test_hybrid import OPTIMIZERS, as_plain, init, make_batch, pooled
+from tests.parallel.test_hybrid import as_plain, init, make_batch, pooled
 
 ADAGRAD = optax.adagrad(0.3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.3))
@@ -200,9 +200,6 @@ def test_what_servers_cannot_tell_is_refused(gang: LocalGang) -> None:
 
     with pytest.raises(ArgumentError, match=r"table, float32\[.*\], has rows that init makes from others: .*whole"):
         make_step(gang, SEEN, init=normed)
-    for optimizer in (OPTIMIZERS["adam"], OPTIMIZERS["momentum"]):
-        with pytest.raises(ArgumentError, match="has an optimizer that moves rows without a gradient"):
-            make_step(gang, SEEN, optimizer)
 
 
 def test_what_needs_all_rows_is_refused(gang: LocalGang) -> None:

@@ -21,6 +21,7 @@ from braidax.parallel.served.programs import TableForm, growing, rules_of_own, t
 from braidax.program import trace
 
 ROWS, WIDTH, RATE = 200, 3, 0.5
+SLOW = pytest.mark.slow
 KEY = np.asarray(random.key_data(random.key(4)))
 FIRST = np.asarray(random.normal(random.key(4), (ROWS, WIDTH)))
 
@@ -160,6 +161,46 @@ def test_rows_move_as_those_of_a_whole_table(size: int) -> None:
     for shard in team.shards:
         found = shard.listed("rows", 0, ROWS, ROWS)
         np.testing.assert_array_equal(found["kept/0"], whole.kept[0][found["ids"]])
+
+
+MOVING = {
+    "momentum": optax.sgd(0.1, 0.9),
+    "adam": optax.adam(0.1),
+    "decay": optax.adamw(0.1, weight_decay=0.1),
+    "schedule": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(optax.linear_schedule(0.5, 0.1, 20), 0.9)),
+}
+
+
+@pytest.mark.parametrize("name", ["decay", *(pytest.param(one, marks=SLOW) for one in MOVING if one != "decay")])
+@pytest.mark.parametrize(
+    ("size", "admit_at", "expire_after"),
+    [(2, 2, 4), *(pytest.param(*one, marks=SLOW) for one in [(1, 1, None), (3, 1, 2)])],
+)
+def test_rows_that_are_not_there_are_those_that_no_gradient_has_moved(
+    name: str, size: int, admit_at: int, expire_after: int | None
+) -> None:
+    """Bit by bit those of a whole table, which is given no gradient before, and begins a row anew that is given up."""
+    seen, optimizer, every = Seen(ROWS, admit_at=admit_at, expire_after=expire_after), MOVING[name], np.arange(ROWS)
+    team, told = Team(form_of(seen, row_optimizer(optimizer)), size), Told(seen)
+    whole = Shard(form_of(None, row_optimizer(optimizer)), 0, 1)
+    whole.bear(KEY)
+    first, num_given_up = [one.copy() for one in (whole.values, *whole.kept)], 0
+    for step, ids, gradients in updates(40):
+        team.push(ids, gradients, step)
+        before = {*told.rows}
+        told.push(ids, gradients, step)
+        there = np.array([one in told.rows for one in ids.tolist()], bool)
+        whole.push(ids[there], gradients[there], [], step)
+        gone = np.array(sorted(before - {*told.rows}), np.int64)
+        whole.put_at(gone, [leaf[gone] for leaf in first])
+        num_given_up += len(gone)
+        assert team.pull().tobytes() == whole.pull(every).tobytes()
+        for shard in team.shards:
+            listed = shard.listed("values", 0, ROWS, ROWS)
+            assert listed["values"].tobytes() == whole.pull(listed["ids"]).tobytes()
+    assert (num_given_up > 10) is (expire_after is not None)
+    moved = not np.array_equal(team.pull()[~np.isin(every, [*told.rows])], FIRST[~np.isin(every, [*told.rows])])
+    assert moved is (name in ("decay", "schedule"))
 
 
 @pytest.mark.parametrize(("admit_at", "what", "more"), [(1, "rows of", 2), (2, "counts of", 1)])

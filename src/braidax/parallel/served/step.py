@@ -300,7 +300,7 @@ class ServedStep:
                 f"{[one for one, form in self._forms.items() if form.seen is not None]}; step.table(name) reads others"
             )
         self._wait()
-        found = list_rows(self._servers, self._forms[name], "rows", 0, self._forms[name].shape[0])
+        found = list_rows(self._servers, self._forms[name], "values", 0, self._forms[name].shape[0])
         return found.arrays["ids"], found.arrays["values"].reshape(-1, *self._forms[name].shape[1:])
 
     def _check_has_all_rows(self, what: str) -> None:

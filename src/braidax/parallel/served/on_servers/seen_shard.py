@@ -13,10 +13,12 @@ from braidax.errors import ArgumentError
 from braidax.parallel.served.programs import TableForm
 
 from .entries import Entries
-from .first_rows import FirstRows
+from .first_rows import AbsentRows
 from .shard import Shard, check_rows
 
-Which = Literal["rows", "counts", "ids"]
+Which = Literal["rows", "values", "counts", "ids", "changes"]
+"""What is listed: rows as they lie, with what is kept of them, or as they are now; counts; which ids are there; and
+numbers by which all rows were brought up to others, by how many were before them."""
 
 
 class _Coming(NamedTuple):
@@ -33,9 +35,9 @@ class _Coming(NamedTuple):
 class SeenShard:
     """Those rows `id` of a table with `id % size == rank` that updates have read; row `id` is the `id // size`th.
 
-    It answers as a `Shard` does that has all rows, where any that is not there is its first value. Its rows are in the
-    slots of a `Shard`, which grows, and where they are tells a map. Counts of ids that are not admitted yet are kept as
-    rows are, exactly, and for as many ids.
+    It answers as a `Shard` does that has all rows, where any that is not there is one that no gradient has moved. Its
+    rows are in the slots of a `Shard`, which grows, and where they are tells a map. Counts of ids that are not admitted
+    yet are kept as rows are, exactly, and for as many ids.
 
     **Arguments:** `form`: of the table, which says what is `seen`. `rank`, `size`, `threads`, `disk`: as of `Shard`; a
     disk has room for all rows that there may be from the first on.
@@ -51,7 +53,7 @@ class SeenShard:
         self.num_rows, self.begun = len(range(rank, form.shape[0], size)), 0
         self._most = -(-form.seen.capacity // size)
         self.key: NDArray[Any] = np.zeros(0, np.uint32)
-        self._first = FirstRows(form, rank, size)
+        self._absent = AbsentRows(form, rank, size)
         self._known: _Coming | None = None  # of the last update that was asked about
         self._grows = disk is None
         room = jax.ShapeDtypeStruct((1 if self._grows else self._most, *form.shape[1:]), form.spec.dtype)
@@ -63,6 +65,7 @@ class SeenShard:
     def _forget_all(self, step: int) -> None:
         self._now, self._known = step, None
         self._rows.share(self._first_shared)
+        self._absent.changes = []
         self._counts = np.zeros(0, np.int32)
         self._there = Entries(self._most, self._seen.expire_after, self._grow_rows)
         self._counted = Entries(self._most, self._seen.expire_after, self._grow_counts)
@@ -102,8 +105,8 @@ class SeenShard:
 
     @property
     def rests(self) -> bool:
-        """Rows without a gradient stay as they are."""
-        return True
+        """As of `Shard`."""
+        return self._rows.rests
 
     def check(self, ids: NDArray[Any], name: str) -> None:
         """As of `Shard`."""
@@ -112,12 +115,12 @@ class SeenShard:
     # Rows
 
     def pull(self, ids: NDArray[Any]) -> NDArray[Any]:
-        """Returns rows as they are now, `[m, D]`: those that are not there as they are at first."""
+        """Returns rows as they are now, `[m, D]`: those that are not there as they are without a gradient."""
         slots = self._there.live(ids, self._now)
         is_there = slots >= 0
         rows = np.empty((len(ids), self.form.width), self.values.dtype)
         rows[is_there] = self._rows.pull(slots[is_there])
-        rows[~is_there] = self._first.of(self.key, ids[~is_there])
+        rows[~is_there] = self._absent.now(self.key, ids[~is_there], self.shared)
         return rows
 
     def moved_since(self, ids: NDArray[Any], since: int) -> NDArray[np.int64]:
@@ -140,14 +143,27 @@ class SeenShard:
         """Moves rows by their gradients; new ones get room. **Arguments, Raises:** as of `Shard`, `admitted`."""
         coming = self._coming(ids)
         self._known = None
+        numbers = self._changed(numbers)
         self._count(ids, coming, step)
         new, slots = ids[coming.is_new], coming.slots.copy()
         slots[coming.is_new] = self._there.add(new, step)
-        self._rows.begin(slots[coming.is_new], self._first.of(self.key, new))
+        self._rows.begin(slots[coming.is_new], self._absent.first(self.key, new))
+        for before in self._absent.changes:
+            self._rows.settle(slots[coming.is_new], before)
         moves = slots >= 0
         self._there.touched[slots[moves]] = step
         self._rows.push(slots[moves], gradients[moves], numbers, step)
         self._now = step + 1
+
+    def _changed(self, numbers: Sequence[Any]) -> Sequence[Any]:
+        """Brings rows up to a step in which somebody has set other numbers. **Arguments, Returns:** as `push` has them,
+        and as they are behind that."""
+        if self.rests or not numbers or not bool(numbers[-1]):
+            return numbers
+        before = [np.array(one) for one in numbers[: self.form.num_shared]]
+        self._rows.settle(np.flatnonzero(self._there.are_there(self._now)), before)
+        self._absent.changes.append(before)
+        return [*numbers[:-1], np.zeros((), np.bool_)]
 
     def _coming(self, ids: NDArray[Any]) -> _Coming:
         """Returns what an update does, which `push` need not find out again. **Raises:** as `admitted`."""
@@ -202,6 +218,9 @@ class SeenShard:
         """Returns what is there, or is counted, by id: `ids` of the table, `touched`, and `values` and `kept/…`, or
         `counts`; with "ids" no more. **Arguments:** `start`, `stop`: ids of the table. `most`: how many at once.
         `since`: the step from which on they were touched."""
+        if which == "changes":
+            ids = np.arange(len(self._absent.changes))[max(0, start) : max(0, stop)][:most]
+            return {"ids": ids, **{name: one[ids] for name, one in self._absent.stacked(self._first_shared).items()}}
         entries = self._entries(which)
         first, last = (-(-(end - self.rank) // self.size) for end in (start, stop))
         return self._of_slots(which, entries.listed(self._now, (first, last), most, since))
@@ -216,6 +235,8 @@ class SeenShard:
             return found
         if which == "counts":
             return {**found, "counts": self._counts[slots]}
+        if which == "values":
+            return {**found, "values": self._rows.pull(slots)}
         values, *kept, _ = self._rows.lying(slots)
         return {**found, "values": values, **{f"kept/{at}": leaf for at, leaf in enumerate(kept)}}
 
@@ -227,6 +248,9 @@ class SeenShard:
 
     def put_listed(self, which: Which, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Undoes `listed`. **Raises:** `ArgumentError` for what is none of this server's, or has no room."""
+        if which == "changes":
+            self._put_changes(arrays)
+            return
         entries, self._known = self._entries(which), None
         ids, touched = arrays["ids"], arrays["touched"]
         if ids.dtype != np.int64 or touched.dtype != np.int64 or ids.shape != touched.shape:
@@ -242,6 +266,19 @@ class SeenShard:
             self._counts[slots] = arrays["counts"]
         else:
             self._rows.put_at(slots, [arrays["values"], *(arrays[f"kept/{at}"] for at in range(len(self._rows.kept)))])
+
+    def _put_changes(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Puts changes behind those that are there. **Raises:** as `put_listed`."""
+        numbers, first = [arrays[f"numbers/{at}"] for at in range(self.form.num_shared)], len(self._absent.changes)
+        ids = np.arange(first, first + len(arrays["ids"]))
+        expected = [((len(ids), *one.shape), one.dtype) for one in self._first_shared]
+        told = [(one.shape, one.dtype) for one in numbers]
+        if told != expected or not np.array_equal(arrays["ids"], ids):
+            raise ArgumentError(
+                f"changes {arrays['ids'].tolist()} of what moves {self.form.name} came as {told}, expected "
+                f"{ids.tolist()} as {expected}"
+            )
+        self._absent.changes += [[one.copy() for one in some] for some in zip(*numbers, strict=True)]
 
     # What goes to other parts
 
@@ -292,8 +329,11 @@ class SeenShard:
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Returns what parts have besides rows."""
-        return {"key": self.key}
+        changes = self.listed("changes", 0, len(self._absent.changes), len(self._absent.changes))
+        return {"key": self.key, **{f"changes/{name}": one for name, one in changes.items()}}
 
     def follow(self, state: Mapping[str, NDArray[Any]], step: int) -> None:
         """Goes on as a part whose ids were put here. **Arguments:** `state`: of it. `step`: updates were taken."""
         self.key, self._now, self._known = state["key"].copy(), step, None
+        self._absent.changes = []
+        self._put_changes({name.removeprefix("changes/"): one for name, one in state.items() if "changes/" in name})

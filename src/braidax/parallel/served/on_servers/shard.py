@@ -292,11 +292,11 @@ class Shard:
         """Brings all rows up. **Arguments:** `shared`: numbers, in place of those that rows are read by."""
         self.settle(slice(0, self.num_rows), shared)
 
-    def settle(self, part: slice, shared: Sequence[Any] | None = None) -> None:
-        """Brings consecutive rows up to now. **Arguments:** `shared`: as of `settle_all`."""
+    def settle(self, rows: slice | NDArray[Any], shared: Sequence[Any] | None = None) -> None:
+        """Brings some rows up to now. **Arguments:** `shared`: as of `settle_all`."""
         if self._settle is None:
             return
-        ids = np.arange(part.start, part.stop)
+        ids = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         self._compute(self._settle, ids, self._shared if shared is None else shared, self._put)
 
     @property
