@@ -1,5 +1,6 @@
 """Tables that grow, server by server, against NumPy: which rows get room, which are given up, and what is read."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from braidax.parallel.served.programs import TableForm, growing, rules_of_own, t
 from braidax.program import trace
 
 ROWS, WIDTH, RATE = 200, 3, 0.5
+SLOW = pytest.mark.slow
 KEY = np.asarray(random.key_data(random.key(4)))
 FIRST = np.asarray(random.normal(random.key(4), (ROWS, WIDTH)))
 
@@ -34,8 +36,8 @@ def form_of(seen: Seen | None, optimizer: Any = None) -> TableForm:
 class Team:
     """All servers of a table."""
 
-    def __init__(self, form: TableForm, size: int) -> None:
-        self.size, self.shards = size, [SeenShard(form, rank, size) for rank in range(size)]
+    def __init__(self, form: TableForm, size: int, disk: str | None = None) -> None:
+        self.size, self.shards = size, [SeenShard(form, rank, size, disk=disk) for rank in range(size)]
         for shard in self.shards:
             shard.bear(KEY)
 
@@ -88,8 +90,11 @@ def updates(count: int, seed: int = 0) -> Any:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(("admit_at", "expire_after"), [(1, None), (3, None), (1, 4), (2, 1), (3, 7)])
 def test_rows_are_what_is_said(size: int, admit_at: int, expire_after: int | None) -> None:
-    seen = Seen(ROWS, admit_at=admit_at, expire_after=expire_after)
-    team, told = Team(form_of(seen), size), Told(seen)
+    check_rows(size, Seen(ROWS, admit_at=admit_at, expire_after=expire_after))
+
+
+def check_rows(size: int, seen: Seen, disk: str | None = None) -> None:
+    team, told = Team(form_of(seen), size, disk), Told(seen)
     for step, ids, gradients in updates(60):
         team.push(ids, gradients, step)
         told.push(ids, gradients, step)
@@ -104,7 +109,28 @@ def test_rows_are_what_is_said(size: int, admit_at: int, expire_after: int | Non
 
 def test_rows_are_what_is_said_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_map, "compiled", lambda: None)
-    test_rows_are_what_is_said(2, 2, 5)
+    check_rows(2, Seen(ROWS, admit_at=2, expire_after=5))
+
+
+def test_rows_on_disk_are_what_is_said(tmp_path: Path) -> None:
+    """Also behind a checkpoint: rows that lie there still are not there."""
+    check_rows(2, Seen(ROWS, admit_at=2, expire_after=5), str(tmp_path))
+    team = Team(form_of(Seen(9)), 1, str(tmp_path))
+    (shard,), ids = team.shards, np.arange(9)
+    shard.push(ids, np.ones((9, WIDTH), np.float32), [], 0)
+    np.testing.assert_array_equal(shard.pull(ids), FIRST[:9] - np.float32(RATE))
+    shard.restart(KEY, shard.shared, 1)
+    np.testing.assert_array_equal(shard.pull(ids), FIRST[:9])
+    shard.push(ids[::-1], np.ones((9, WIDTH), np.float32), [], 1)
+    np.testing.assert_array_equal(shard.pull(ids), FIRST[:9] - np.float32(RATE))
+    shard.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_has_room_for_all_rows_that_there_may_be(tmp_path: Path) -> None:
+    told = r"for table, as seen by server 0 of 2, .*: [\d,]+ bytes are needed, and [\d,]+ are free"
+    with pytest.raises(OSError, match=told):
+        SeenShard(form_of(Seen(1 << 46)), 0, 2, disk=str(tmp_path))
 
 
 def test_rows_that_change_are_known_to_have_changed() -> None:
@@ -135,6 +161,46 @@ def test_rows_move_as_those_of_a_whole_table(size: int) -> None:
     for shard in team.shards:
         found = shard.listed("rows", 0, ROWS, ROWS)
         np.testing.assert_array_equal(found["kept/0"], whole.kept[0][found["ids"]])
+
+
+MOVING = {
+    "momentum": optax.sgd(0.1, 0.9),
+    "adam": optax.adam(0.1),
+    "decay": optax.adamw(0.1, weight_decay=0.1),
+    "schedule": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(optax.linear_schedule(0.5, 0.1, 20), 0.9)),
+}
+
+
+@pytest.mark.parametrize("name", ["decay", *(pytest.param(one, marks=SLOW) for one in MOVING if one != "decay")])
+@pytest.mark.parametrize(
+    ("size", "admit_at", "expire_after"),
+    [(2, 2, 4), *(pytest.param(*one, marks=SLOW) for one in [(1, 1, None), (3, 1, 2)])],
+)
+def test_rows_that_are_not_there_are_those_that_no_gradient_has_moved(
+    name: str, size: int, admit_at: int, expire_after: int | None
+) -> None:
+    """Bit by bit those of a whole table, which is given no gradient before, and begins a row anew that is given up."""
+    seen, optimizer, every = Seen(ROWS, admit_at=admit_at, expire_after=expire_after), MOVING[name], np.arange(ROWS)
+    team, told = Team(form_of(seen, row_optimizer(optimizer)), size), Told(seen)
+    whole = Shard(form_of(None, row_optimizer(optimizer)), 0, 1)
+    whole.bear(KEY)
+    first, num_given_up = [one.copy() for one in (whole.values, *whole.kept)], 0
+    for step, ids, gradients in updates(40):
+        team.push(ids, gradients, step)
+        before = {*told.rows}
+        told.push(ids, gradients, step)
+        there = np.array([one in told.rows for one in ids.tolist()], bool)
+        whole.push(ids[there], gradients[there], [], step)
+        gone = np.array(sorted(before - {*told.rows}), np.int64)
+        whole.put_at(gone, [leaf[gone] for leaf in first])
+        num_given_up += len(gone)
+        assert team.pull().tobytes() == whole.pull(every).tobytes()
+        for shard in team.shards:
+            listed = shard.listed("values", 0, ROWS, ROWS)
+            assert listed["values"].tobytes() == whole.pull(listed["ids"]).tobytes()
+    assert (num_given_up > 10) is (expire_after is not None)
+    moved = not np.array_equal(team.pull()[~np.isin(every, [*told.rows])], FIRST[~np.isin(every, [*told.rows])])
+    assert moved is (name in ("decay", "schedule"))
 
 
 @pytest.mark.parametrize(("admit_at", "what", "more"), [(1, "rows of", 2), (2, "counts of", 1)])

@@ -127,11 +127,6 @@ class Served:
                 f"seen={self.seen} with wire={self.wire!r}: what gradients lose on their way would be kept for all "
                 f"rows that there may be: expected wire=None"
             )
-        if self.seen is not None and (self.disk is not None or self.spares):
-            raise ArgumentError(
-                f"seen={self.seen} with disk={self.disk!r}, spares={self.spares}: tables that grow are in memory, and "
-                f"no spare server copies them yet: expected disk=None and spares=0; copies=2 goes with them"
-            )
         if self.disk is not None and not (isinstance(self.disk, str) and self.disk):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentError(f"disk={self.disk!r}: expected the path of a folder, a text, or None for memory")
         if self.copies < 1:

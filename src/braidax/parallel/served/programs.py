@@ -259,12 +259,6 @@ def growing(form: TableForm, seen: Seen, born: Program) -> TableForm:
             f"{told} has rows that init makes from others: {_alone(form.name, born).why}; expected rows that are made "
             f"each by itself, such as jax.random.normal(key, shape), or seen=None and room for all rows"
         )
-    if form.programs.settle:
-        raise ArgumentError(
-            f"{told} has an optimizer that moves rows without a gradient (momentum, weight decay): expected one whose "
-            f"rows rest, such as optax.sgd, optax.adagrad or parallel.row_adagrad by Hybrid(row_optimizers=…), or "
-            f"seen=None"
-        )
     return replace(form, seen=seen)
 
 

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from braidax.errors import ArgumentError
 from braidax.host_shard import HostShard
 
+from .on_servers.seen_shard import Which
 from .programs import TableForm, TablePart
-from .seen_rows import Which, list_rows, put_rows
+from .seen_rows import list_rows, put_rows
 from .servers import Servers
 
 _STEP, _TABLES = "step", "tables"
-_LISTS: tuple[Which, ...] = ("rows", "counts")
 
 
 @final
@@ -84,8 +84,9 @@ class ServedTables:
         """Returns what this process brings of a table that grows: the rows and counts of its part of all ids."""
         (first, last), lists = self._servers.own_rows(form.name), dict[str, Any]()
         listed = None
-        for which in _LISTS:
-            listed = list_rows(self._servers, form, which, first, last)
+        for which in _lists(form):
+            ends = (first, last) if which != "changes" else (0, form.shape[0] if self._servers.worker == 0 else 0)
+            listed = list_rows(self._servers, form, which, *ends)
             lists[which] = {name: self._of_list(leaf) for name, leaf in _named(form, listed.arrays).items()}
         assert listed is not None, "there are two lists"
         key = listed.key if len(listed.key) else np.zeros_like(np.asarray(jax.random.key_data(jax.random.key(0))))
@@ -102,14 +103,24 @@ class ServedTables:
         shared = {f"shared/{at}": np.asarray(one) for at, one in enumerate(found["shared"])}
         told = {"table": form.name, "step": step}
         self._servers.first_tells("restart", told, {**shared, "key": np.asarray(found["key"])})
-        for which in _LISTS:
+        for which in _lists(form):
             arrays = {name: leaf.value for name, leaf in found[which].items()}
-            put_rows(self._servers, form, which, _unnamed(form, arrays))
+            turns = len(self._servers.all_counts(0)) if which == "changes" else 1  # these come in their order
+            for turn in range(turns):
+                if turns == 1 or turn == self._servers.worker:
+                    put_rows(self._servers, form, which, _unnamed(form, arrays))
+                if turns > 1:
+                    self._servers.brought()
 
     def _of_whole(self, leaf: Any, first: int, form: TableForm) -> Any:
         """Returns rows as a part of an array that all processes have."""
         rest = leaf.shape[1:]
         return HostShard(leaf, (form.shape[0], *rest), (first, *(0 for _ in rest)))
+
+
+def _lists(form: TableForm) -> tuple[Which, ...]:
+    """Returns what a checkpoint has of a table that grows."""
+    return ("rows", "counts", "changes") if form.programs.settle else ("rows", "counts")
 
 
 def _named(form: TableForm, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

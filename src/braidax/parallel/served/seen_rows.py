@@ -1,7 +1,7 @@
 """Rows of tables that grow, as those who train see them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.numpy import dtype
@@ -9,14 +9,13 @@ from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 
+from .on_servers.seen_shard import Which
 from .programs import TableForm
 from .servers import Servers
 from .wire import Message
 
 _BLOCK_BYTES = 16 << 20  # of rows in a message
 _KEPT_OF = 16  # bytes of an id, and when it was touched
-
-Which = Literal["rows", "counts", "ids"]
 
 
 class Listed(NamedTuple):
@@ -36,7 +35,7 @@ def list_rows(servers: Servers, form: TableForm, which: Which, first: int, last:
         parts.append({name: one for name, one in answer.arrays.items() if name != "key" and "shared/" not in name})
     assert answer is not None, "each server has answered"
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    order = np.argsort(joined["ids"])
+    _, order = np.unique(joined["ids"], return_index=True)  # all servers have the same changes
     shared = [answer.arrays[f"shared/{at}"].copy() for at in range(form.num_shared)]
     key, arrays = answer.arrays["key"].copy(), {name: one[order] for name, one in joined.items()}
     return Listed(int(answer.fields["step"]), key, shared, arrays)
@@ -72,6 +71,9 @@ def list_blocks(
 
 def put_rows(servers: Servers, form: TableForm, which: Which, arrays: dict[str, NDArray[Any]]) -> None:
     """Undoes `list_rows`, where servers have forgotten all rows. **Arguments:** `arrays`: by id, in order."""
+    if which == "changes":
+        servers.tell("put", {"table": form.name, "which": which}, lambda _: arrays)
+        return
     most, size = max(1, _BLOCK_BYTES // _row_bytes(form, which)), servers.num_servers
     own = [np.flatnonzero(arrays["ids"] % size == part) for part in range(size)]
     for start in range(0, max(map(len, own)), most):
@@ -83,9 +85,9 @@ def put_rows(servers: Servers, form: TableForm, which: Which, arrays: dict[str, 
 
 
 def _row_bytes(form: TableForm, which: Which) -> int:
-    if which != "rows":
+    if which not in ("rows", "values"):
         return _KEPT_OF + 4
-    kept = sum(int(np.prod(one.shape)) * dtype(one.dtype).itemsize for one in form.kept)
+    kept = sum(int(np.prod(one.shape)) * dtype(one.dtype).itemsize for one in form.kept if which == "rows")
     return _KEPT_OF + form.width * dtype(form.dtype).itemsize + kept
 
 

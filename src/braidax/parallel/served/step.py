@@ -244,7 +244,6 @@ class ServedStep:
         **Raises:** `ArgumentError` for another number. `CallFailed` where a server has no room in its memory or on its
         disk; `PeerLost` where one is lost, or a process that trains: tables then stay where they were.
         """
-        check_has_all_rows(self._forms, "step.resize")
         self._pushing.wait()
         self._pulling.wait()
         self._servers.resize(num_servers)
@@ -255,12 +254,12 @@ class ServedStep:
 
         `resize` then waits for what is still to be copied, and copies once more what updates have moved since. Until
         then servers have room for the parts that are coming beside those that they have. What was begun for another
-        number is let go of; for as many as there are nothing is begun. All processes call it, between two updates.
+        number is let go of; for as many as there are nothing is begun. Of tables that grow nothing is copied ahead. All
+        processes call it, between two updates.
 
         **Arguments:** `num_servers`: as of `resize`. **Raises:** `ArgumentError`; where a server has no room, `resize`
         says so.
         """
-        check_has_all_rows(self._forms, "step.prepare_resize")
         self._pushing.wait()
         self._servers.prepare_resize(num_servers)
 
@@ -316,7 +315,7 @@ class ServedStep:
                 f"{[one for one, form in self._forms.items() if form.seen is not None]}; step.table(name) reads others"
             )
         self._pushing.wait()
-        found = list_rows(self._servers, self._forms[name], "rows", 0, self._forms[name].shape[0])
+        found = list_rows(self._servers, self._forms[name], "values", 0, self._forms[name].shape[0])
         return found.arrays["ids"], found.arrays["values"].reshape(-1, *self._forms[name].shape[1:])
 
     def publish(self, folder: str | os.PathLike[str]) -> None:

@@ -120,7 +120,7 @@ class Publisher:
         **Arguments:** `since`: for each part a number of updates; below 0 all rows have changed.
         """
         if rows.seen:
-            blocks = (self._servers, self._forms[rows.name], "rows", (0, rows.shape[0]))
+            blocks = (self._servers, self._forms[rows.name], "values", (0, rows.shape[0]))
             for one in list_blocks(*blocks, since=since, block_bytes=_BLOCK_BYTES):
                 yield one.arrays["ids"], one.arrays["values"]
             return

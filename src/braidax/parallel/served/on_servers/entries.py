@@ -72,12 +72,17 @@ class Entries:
         step from which on they were touched.
         """
         used = (self.ids >= ids[0]) & (self.ids < ids[1]) & (self.touched >= since)
-        if self._expire_after is not None:
-            used &= self.touched + self._expire_after >= now
-        slots = np.flatnonzero(used)
+        slots = np.flatnonzero(used & self.are_there(now))
         if len(slots) > most:
             slots = slots[np.argpartition(self.ids[slots], most)[:most]]
         return slots[np.argsort(self.ids[slots])]
+
+    def are_there(self, now: int, slots: slice = slice(None)) -> NDArray[np.bool_]:
+        """Returns which slots have an id that is there. **Arguments:** `now`: as of `live`. `slots`: of these."""
+        found = self.ids[slots] >= 0
+        if self._expire_after is not None:
+            found &= self.touched[slots] + self._expire_after >= now
+        return found
 
     def _due(self, now: int) -> NDArray[np.int64]:
         if self._expire_after is None:

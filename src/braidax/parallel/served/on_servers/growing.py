@@ -1,14 +1,30 @@
 """What a server answers about tables that grow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 from braidax.parallel.served.wire import Message, packed
 
 from .seen_shard import SeenShard
+from .shard import Shard
 
 _HALF_RESTORED = "a checkpoint was not restored to its end"
+
+
+def state_of(shard: Shard | SeenShard) -> dict[str, NDArray[Any]]:
+    """Returns what a copy of a part of a table has besides rows."""
+    shared = {str(at): one for at, one in enumerate(shard.shared)}
+    return {**shared, **shard.state()} if isinstance(shard, SeenShard) else shared
+
+
+def follow_state(shard: Shard | SeenShard, state: Mapping[str, NDArray[Any]], step: int) -> None:
+    """Undoes `state_of`, where rows are there. **Arguments:** `step`: how many updates were taken."""
+    shard.share([state[str(at)] for at in range(shard.form.num_shared)])
+    if isinstance(shard, SeenShard):
+        shard.follow(state, step)
 
 
 def growing_answers(
@@ -54,4 +70,21 @@ def growing_answers(
         begin(int(message.fields["step"]))
         return packed("resumed")
 
-    return {"list": listed, "restart": restart, "put": put, "resume": resume}
+    def of_part(fields: Mapping[str, Any]) -> tuple[int, int]:
+        part, parts = (int(one) for one in fields["of"])
+        if not 0 <= part < parts:
+            raise ArgumentError(f"of={[part, parts]}: expected 0 <= part < parts")
+        return part, parts
+
+    def count(rank: int, message: Message) -> Any:
+        """Counts the ids here of another number of parts."""
+        num, end = growing(message).held(message.fields["which"], of_part(message.fields))
+        return packed("counted", {"count": num, "end": end})
+
+    def copy(rank: int, message: Message) -> Any:
+        """Reads those of them in some slots."""
+        fields = message.fields
+        slots = slice(max(0, int(fields["start"])), max(0, int(fields["stop"])))
+        return packed("copied", {}, growing(message).taken(fields["which"], of_part(fields), slots))
+
+    return {"count seen": count, "copy seen": copy, "list": listed, "restart": restart, "put": put, "resume": resume}

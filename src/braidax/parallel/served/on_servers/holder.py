@@ -118,7 +118,7 @@ class Holder:
         none = TableServer(_NO_ROWS, _NO_ROWS + 1, self._num_workers, self._threads)
         with contextlib.closing(none):
             none.answer(rank, message._replace(kind="make", fields=fields))
-            for shard in map(none.shard_of_all, none.shards):
+            for shard in none.shards.values():
                 for _ in shard.compile():
                     if self._is_closed:
                         return

@@ -13,6 +13,8 @@ from braidax.errors import ArgumentError, CommError, PeerLost
 from braidax.parallel.served.wire import Message, packed, unpacked
 
 from .copying import progressions
+from .moving_seen import MovingSeen, SeenBlock
+from .seen_shard import SeenShard
 from .server import TableServer
 from .shard import check_rows
 
@@ -31,7 +33,7 @@ class _Block(NamedTuple):
     place: slice
 
 
-class _Seen(NamedTuple):
+class _Before(NamedTuple):
     """What a server told before rows were copied from it. **Fields:** `step`: how many updates it had taken. `changes`:
     by table how often rows were changed there other than by a gradient."""
 
@@ -62,60 +64,71 @@ class Moving:
         ask: Callable[[int, Any], Any],
     ) -> None:
         self._part, self._having, self._own, self._between, self._ask = part, having, own, between, ask
-        self._left = self._blocks()
-        self._seen: dict[int, _Seen] = {}  # by former part, where it began ahead
+        self._fixed, self._growing = self._blocks(), dict[str, MovingSeen]()
+        self._left = itertools.chain(self._fixed, self._blocks_of_growing())
+        self._before: dict[int, _Before] = {}  # by former part, where it began ahead
         self._lock = threading.Lock()  # guards the number
         self.is_copied, self.is_full, self.num_bytes = False, False, 0
 
     def copy_ahead(self) -> None:
-        """Copies some of the rows, as many as take a while, or the last, though they may change meanwhile.
+        """Copies some of the rows, as many as take a while, or the last, though they may change meanwhile; of tables
+        that grow none.
 
         **Raises:** `PeerLost` where a server is lost; what it raises.
         """
-        if not self._seen:
-            self._seen = {source: _seen(self._found(source, "state", {})) for source in self._sources()}
-        self._copy_some(_MOST_AHEAD_BYTES, num_asked=1)
+        if not self._before:
+            self._before = {source: _before(self._found(source, "state", {})) for source in self._sources()}
+        self.is_copied = self._copy_some(self._fixed, _MOST_AHEAD_BYTES, num_asked=1)
 
     def advance(self) -> None:
         """Copies some of the rows, as many as take a while, or the last; nothing changes meanwhile.
 
         **Raises:** `PeerLost` where nobody has some of them any more; what a server raises.
         """
-        if not self.is_copied:
-            self._copy_some(_MOST_BYTES, num_asked=_NUM_ASKED)
-        if self.is_copied:
+        if self._copy_some(self._left, _MOST_BYTES, num_asked=_NUM_ASKED):
             states = {source: self._found(source, "state", {}) for source in self._sources()}
-            for source, seen in self._seen.items():
-                now = _seen(states[source])
-                for name in self._part.shards:
-                    if now.changes[name] == seen.changes[name]:
-                        self._copy_moved(name, source, seen.step)
+            for source, before in self._before.items():
+                now = _before(states[source])
+                for name in now.changes:
+                    if now.changes[name] == before.changes[name]:
+                        self._copy_moved(name, source, before.step)
                     else:
                         for block in self._blocks_of(name, source):
                             self._copy(block)
             self._part.follow([*states.values()])
             self.is_full = True
 
-    def _copy_some(self, most: int, *, num_asked: int) -> None:
-        some, size = list[_Block](), 0
-        for block in self._left:
+    def _copy_some(self, blocks: Iterator[_Block | SeenBlock], most: int, *, num_asked: int) -> bool:
+        """Returns whether none is left."""
+        some, size = list[_Block | SeenBlock](), 0
+        for block in blocks:
             some.append(block)
-            size += self._part.shard_of_all(block.table).row_bytes * _length(block.place)
+            length = len(block.slots) if isinstance(block, SeenBlock) else _length(block.place)
+            size += self._part.shards[block.table].row_bytes * length
             if size >= most:
                 break
         with ThreadPoolExecutor(num_asked, thread_name_prefix="braidax-moving") as threads:
             for _ in threads.map(self._copy, some):
                 pass
-        self.is_copied = size < most
+        return size < most
 
     def _sources(self) -> list[int]:
         """Returns the former parts that have some of the rows."""
         return sorted({one.source for one in progressions(self._part.number, self._part.size, len(self._having), 0)})
 
     def _blocks(self) -> Iterator[_Block]:
-        """Yields what is to be copied; one source after the other in turn."""
-        for name in self._part.shards:
-            yield from self._blocks_of(name, None)
+        """Yields what is to be copied of tables that do not grow; one source after the other in turn."""
+        for name, shard in self._part.shards.items():
+            if not isinstance(shard, SeenShard):
+                yield from self._blocks_of(name, None)
+
+    def _blocks_of_growing(self) -> Iterator[SeenBlock]:
+        """Yields what is to be copied of tables that grow, where all have room for it."""
+        for name, shard in self._part.shards.items():
+            if isinstance(shard, SeenShard):
+                self._growing[name] = MovingSeen(shard, self._sources(), self._found)
+        for moving in self._growing.values():
+            yield from moving.blocks(_BLOCK_BYTES)
 
     def _blocks_of(self, name: str, source: int | None) -> Iterator[_Block]:
         """Yields what is to be copied of a table. **Arguments:** `source`: the former part; None is all of them."""
@@ -131,7 +144,12 @@ class Moving:
                     place = slice(one.first + start * one.step, one.first + (stop - 1) * one.step + 1, one.step)
                     yield _Block(name, one.source, rows, place)
 
-    def _copy(self, block: _Block) -> None:
+    def _copy(self, block: _Block | SeenBlock) -> None:
+        if isinstance(block, SeenBlock):
+            num_bytes = self._growing[block.table].copy(block)
+            with self._lock:
+                self.num_bytes += 0 if block.source in self._own else num_bytes
+            return
         places = self._part.shard_of_all(block.table).lying(block.place)
         if block.source in self._own:
             found: Sequence[NDArray[Any]] = self._own[block.source].shard_of_all(block.table).lying(block.rows)
@@ -176,7 +194,7 @@ class Moving:
         some = self._having[source]
         turned = self._part.number % len(some)  # so that not all ask the same one
         last: PeerLost | None = None
-        for rank in (*some[turned:], *some[:turned])[: 1 if self._seen else None]:
+        for rank in (*some[turned:], *some[:turned])[: 1 if self._before else None]:
             try:
                 return unpacked(self._ask(rank, packed(kind, told)))
             except PeerLost as error:
@@ -187,9 +205,9 @@ class Moving:
         ) from last
 
 
-def _seen(state: Message) -> _Seen:
+def _before(state: Message) -> _Before:
     begun, settled = state.fields["begun"], state.fields["settled"]
-    return _Seen(int(state.fields["step"]), {name: (int(begun[name]), int(settled[name])) for name in begun})
+    return _Before(int(state.fields["step"]), {name: (int(begun[name]), int(settled[name])) for name in settled})
 
 
 def _check_forms(table: str, found: Sequence[NDArray[Any]], places: Sequence[NDArray[Any]]) -> None:

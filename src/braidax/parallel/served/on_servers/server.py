@@ -14,7 +14,7 @@ from braidax.parallel.served.wire import Message, packed, unpacked
 
 from .copying import copied, copied_again
 from .dense import DenseForm, DensePart
-from .growing import growing_answers
+from .growing import follow_state, growing_answers, state_of
 from .seen_shard import SeenShard
 from .shard import Shard
 from .told import forms_from
@@ -100,7 +100,7 @@ class TableServer:
         for form in forms_from(message.fields["tables"], message.arrays):
             where = (form, self.number, self.size, self._threads)
             try:
-                self.shards[form.name] = Shard(*where, disk) if form.seen is None else SeenShard(*where)
+                self.shards[form.name] = (Shard if form.seen is None else SeenShard)(*where, disk)
             except MemoryError as error:
                 raise MemoryError(
                     f"server {self.number} of {self.size} has no memory for its part of {form.name}, "
@@ -339,10 +339,10 @@ class TableServer:
 
     def _state(self, rank: int, message: Message) -> Any:
         """Tells what a copy of this part has besides rows."""
-        pairs = ((f"{name}/{at}", one) for name, shard in self.shards.items() for at, one in enumerate(shard.shared))
+        pairs = {f"{name}/{at}": one for name, shard in self.shards.items() for at, one in state_of(shard).items()}
         begun = {name: shard.begun for name, shard in self.shards.items()}
-        settled = {name: shard.settled for name, shard in self.shards.items()}
-        return packed("state", {"step": self._updates.step, "begun": begun, "settled": settled}, dict(pairs))
+        settled = {name: shard.settled for name, shard in self.shards.items() if isinstance(shard, Shard)}
+        return packed("state", {"step": self._updates.step, "begun": begun, "settled": settled}, pairs)
 
     def follow(self, states: Sequence[Message]) -> None:
         """Goes on as others, which have the rows that were copied here, stand. **Arguments:** what they tell as
@@ -353,9 +353,8 @@ class TableServer:
                 f"part {self.number} of {self.size} was copied from servers that have seen {steps} updates: expected "
                 f"all to have seen the same, between two updates"
             )
-        for name in self.shards:
-            shard = self.shard_of_all(name)
-            shard.share([states[0].arrays[f"{name}/{at}"] for at in range(shard.form.num_shared)])
+        for name, shard in self.shards.items():
+            follow_state(shard, {at: states[0].arrays[f"{name}/{at}"] for at in state_of(shard)}, steps[0])
             begun = {int(state.fields["begun"][name]) for state in states}
             shard.begun = max(begun) + (len(begun) > 1)  # which of them were put there behind others is not known
         self._begin(steps[0])

@@ -133,7 +133,7 @@ class Shard:
         """Bytes of a row, with all that is kept of it."""
         return sum(leaf.nbytes for leaf in self.lying(slice(None))) // max(1, self.num_rows)
 
-    def lying(self, rows: slice) -> list[NDArray[Any]]:
+    def lying(self, rows: slice | NDArray[Any]) -> list[NDArray[Any]]:
         """Returns rows as they lie here, which are not brought up, to be read or written: values, what is kept of them,
         and when each was moved last."""
         return [leaf[rows] for leaf in (self.values, *self.kept, self.touched)]
@@ -294,12 +294,12 @@ class Shard:
         """Brings all rows up. **Arguments:** `shared`: numbers, in place of those that rows are read by."""
         self.settle(slice(0, self.num_rows), shared)
 
-    def settle(self, part: slice, shared: Sequence[Any] | None = None) -> None:
-        """Brings consecutive rows up to now. **Arguments:** `shared`: as of `settle_all`."""
+    def settle(self, rows: slice | NDArray[Any], shared: Sequence[Any] | None = None) -> None:
+        """Brings some rows up to now. **Arguments:** `shared`: as of `settle_all`."""
         if self._settle is None:
             return
         self.settled += 1
-        ids = np.arange(part.start, part.stop)
+        ids = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         self._compute(self._settle, ids, self._shared if shared is None else shared, self._put)
 
     @property
