@@ -18,7 +18,7 @@ from tests.parallel.test_hybrid import init, make_batch, pooled, specs
 
 CASES: dict[str, tuple[optax.GradientTransformation, tuple[str, ...]]] = {
     "adam": (optax.adam(3e-2), ()),
-    "growing": (optax.adagrad(0.3), ()),
+    "growing": (optax.inject_hyperparams(optax.adamw)(learning_rate=3e-2, weight_decay=0.1), ()),
     "clipped": (optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.3)), ("grad_norm",)),
 }
 
@@ -28,7 +28,7 @@ def numbers(case: str) -> list[float]:
     optimizer, metrics = CASES[case]
     mesh = jax.make_mesh((8,), ("data",))
     seen = bx.Seen(500, admit_at=2, expire_after=3) if case == "growing" else None
-    strategies = {"data": bx.Hybrid(tables=bx.Served(seen=seen, spares=0 if seen else 1))}
+    strategies = {"data": bx.Hybrid(tables=bx.Served(seen=seen, spares=1))}
     with contextlib.ExitStack() as stack:
         servers = stack.enter_context(LocalGang(3)) if jax.process_index() == 0 else None
         made: Any = bx.parallelize(
@@ -40,8 +40,9 @@ def numbers(case: str) -> list[float]:
         for batch, coming in zip(batches, [*batches[1:], None], strict=True):
             if coming is not None and jax.process_count() > 1:  # which changes no number, and neither do more servers
                 step.prepare(coming)
-                if seen is None:
-                    step.resize(3 if coming is batches[2] else 2)
+                step.resize(3 if coming is batches[2] else 2)
+            if case == "growing" and coming is batches[3]:
+                state.opt_state["dense"].hyperparams["learning_rate"] = np.float32(1e-2)
             state, told = step.update(state, batch)
             found += [float(told[name]) for name in ("loss", *metrics)]
         if seen is not None:
@@ -53,9 +54,14 @@ def numbers(case: str) -> list[float]:
 
 def grown(step: Any, state: Any) -> list[float]:
     """All processes save their part of what is there, and put it back behind another update."""
-    saved, rows = step.tables.checkpoint_state(), {name: step.seen_rows(name) for name in ("table", "other")}
+    saved, rows = step.tables.checkpoint_state(), {name: step.seen_rows(name) for name in step._forms}
     _, told = step.update(state, make_batch(4))
     step.tables.restored(saved)
+    again = step.tables.checkpoint_state()["tables"]
+    for name, one in saved["tables"].items():
+        assert one["changes"]["ids"].shape == (1,)  # the learning rate was set once
+        for two, leaf in zip(jax.tree.leaves(again[name]), jax.tree.leaves(one), strict=True):
+            np.testing.assert_array_equal(getattr(two, "value", two), getattr(leaf, "value", leaf))
     for name, (ids, values) in rows.items():
         found = step.seen_rows(name)
         np.testing.assert_array_equal(found[0], ids)

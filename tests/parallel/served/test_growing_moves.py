@@ -15,15 +15,20 @@ import optax
 import pytest
 
 import braidax.parallel as bx
-from braidax.errors import CallFailed
+from braidax.errors import ArgumentError, CallFailed
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
-from braidax.parallel.rows import row_adagrad
+from braidax.parallel.rows import row_adagrad, row_optimizer
+from braidax.parallel.served.on_servers.seen_shard import SeenShard
+from braidax.parallel.served.on_servers.server import TableServer
+from braidax.parallel.served.wire import packed
 from tests.parallel.models import copied, specs
 from tests.parallel.served.test_losing import own_pid
 from tests.parallel.served.test_prepared import init, loss, zipf_batches
+from tests.parallel.served.test_seen_shard import form_of
 
 NUM_STEPS = 12
+SEEN = bx.Seen(90)
 SIZES = {3: 4, 7: 3, 10: 1}  # servers from a step on
 SLOW = pytest.mark.slow
 CASES: dict[str, tuple[bx.Seen, dict[str, Any]]] = {
@@ -154,3 +159,31 @@ def test_spare_servers_take_the_place_of_lost_ones(gang: LocalGang, seed: int) -
             found = trained(step, kill)
             assert {rank for ranks in step._servers._asking.having for rank in ranks} == {2, 3}
     assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["count seen", "copy seen"])
+@pytest.mark.parametrize("of", [[3, 3], [-1, 2]])
+def test_parts_that_cannot_be(kind: str, of: list[int]) -> None:
+    server = TableServer(0, 1)
+    server.shards["table"] = SeenShard(form_of(SEEN), 0, 1)
+    with pytest.raises(ArgumentError, match=rf"of={re.escape(str(of))}: expected 0 <= part < parts"):
+        server.handle(0, packed(kind, {"run": "", "table": "table", "which": "rows", "of": of, "start": 0, "stop": 9}))
+
+
+def test_lists_that_are_none() -> None:
+    """A server of another version: nothing of it is put."""
+    shard = SeenShard(form_of(SEEN, row_adagrad(0.1)), 0, 1)
+    whole = shard.listed("rows", 0, 200, 200)
+    for other in (
+        {name: one for name, one in whole.items() if name != "kept/0"},
+        {**whole, "kept/0": whole["kept/0"].astype(np.float64)},
+        {**whole, "ids": np.zeros(1, np.int64)},
+    ):
+        with pytest.raises(ArgumentError, match=r"rows of table came as .*, expected as many of each of"):
+            shard.check_list("rows", other)
+    moving = SeenShard(form_of(SEEN, row_optimizer(optax.adamw(0.1))), 0, 1)
+    state = moving.state()
+    for ids in ([1], [0, 0]):
+        told = {**state, "changes/ids": np.array(ids)}
+        with pytest.raises(ArgumentError, match=rf"changes {re.escape(str(ids))} of what moves table came as"):
+            moving.follow(told, 3)

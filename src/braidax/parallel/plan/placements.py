@@ -71,13 +71,14 @@ class Rows:
 class Seen:
     """Servers have the rows of ids that updates have read, and no others: a table grows with them.
 
-    A row that is not there is its first value, as `init` makes it; so the table itself is never made, and may have up
-    to 2^31 - 1 rows. Rows must begin each by itself, and rest while they have no gradient.
+    A row that is not there is one that no gradient has moved: its first value, as `init` makes it, and what momentum or
+    weight decay have made of that since. So the table itself is never made, and may have up to 2^31 - 1 rows. Rows must
+    begin each by itself.
 
     **Arguments:** `capacity`: how many rows of a table there is room for, on all servers; each has an even part of it.
     `admit_at`: a row gets room at that update that reads its id; gradients before are dropped, and only counted, for as
     many ids as there is room for rows. `expire_after`: a row, or a count, is given up when so many updates, one after
-    the other, have not read its id; it is then its first value again. None: never.
+    the other, have not read its id; it is then as if no gradient had moved it. None: never.
     """
 
     capacity: int

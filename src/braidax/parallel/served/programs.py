@@ -251,7 +251,7 @@ def _alone(name: str, born: Program) -> RowsAlone:
 def growing(form: TableForm, seen: Seen, born: Program) -> TableForm:
     """Returns the form of a table of which servers have the rows that were seen.
 
-    **Raises:** `ArgumentError` where a row that was not seen is not its first value, or nobody can tell that.
+    **Raises:** `ArgumentError` where nobody can tell what a row is that was not seen.
     """
     told = f"seen={seen} of Served, and {form.name}, {form.dtype}{list(form.shape)},"
     if not form.programs.rows:

@@ -70,21 +70,22 @@ def growing_answers(
         begin(int(message.fields["step"]))
         return packed("resumed")
 
-    def of_part(fields: Mapping[str, Any]) -> tuple[int, int]:
-        part, parts = (int(one) for one in fields["of"])
-        if not 0 <= part < parts:
-            raise ArgumentError(f"of={[part, parts]}: expected 0 <= part < parts")
-        return part, parts
-
     def count(rank: int, message: Message) -> Any:
         """Counts the ids here of another number of parts."""
-        num, end = growing(message).held(message.fields["which"], of_part(message.fields))
+        num, end = growing(message).held(message.fields["which"], _of_part(message.fields))
         return packed("counted", {"count": num, "end": end})
 
     def copy(rank: int, message: Message) -> Any:
         """Reads those of them in some slots."""
         fields = message.fields
         slots = slice(max(0, int(fields["start"])), max(0, int(fields["stop"])))
-        return packed("copied", {}, growing(message).taken(fields["which"], of_part(fields), slots))
+        return packed("copied", {}, growing(message).taken(fields["which"], _of_part(fields), slots))
 
     return {"count seen": count, "copy seen": copy, "list": listed, "restart": restart, "put": put, "resume": resume}
+
+
+def _of_part(fields: Mapping[str, Any]) -> tuple[int, int]:
+    part, parts = (int(one) for one in fields["of"])
+    if not 0 <= part < parts:
+        raise ArgumentError(f"of={[part, parts]}: expected 0 <= part < parts")
+    return part, parts
