@@ -90,7 +90,14 @@ def test_other_numbers_of_servers_change_no_bit(gang: LocalGang, case: str, tmp_
     if "disk" in options:
         options = {"disk": str(tmp_path)}
     with make_step(gang, seen, **options) as step:
-        found = trained(step, lambda number: step.resize(sizes[number]) if number in sizes else None, ahead=ahead)
+
+        def change(number: int) -> None:
+            if number == 5:  # of a table that grows nothing is copied ahead
+                step.prepare_resize(sizes[7])
+            if number in sizes:
+                step.resize(sizes[number])
+
+        found = trained(step, change, ahead=ahead)
         assert step._servers.num_servers == sizes[10]
     assert_equal(found, expected)
 
