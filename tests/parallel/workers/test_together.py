@@ -1,5 +1,6 @@
 """Workers whose updates take all of them: equal to one device with as many microbatches."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,12 +59,20 @@ def test_on_any_number_of_servers(servers: int) -> None:
             check_equal(gang, workers, "adam")
 
 
-@pytest.mark.parametrize("optimizer", SUMMED)
-@pytest.mark.parametrize("fn", [loss, dense_loss])
-def test_one_server_sums_over_all_gradients(optimizer: str, fn: Any) -> None:
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_servers_sum_over_all_gradients(servers: int) -> None:
     """Of the mean of all workers: a row that several of them have counts once."""
-    with LocalGang(1) as gang:
-        for workers in (1, 2, 3):
+    cases = itertools.cycle(itertools.product(SUMMED, [loss, dense_loss]))
+    with LocalGang(servers) as gang:
+        for workers, (optimizer, fn) in zip([1, 2, 3], itertools.islice(cases, servers, None), strict=False):
+            check_equal(gang, workers, optimizer, fn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_each_optimizer_sums_on_any_number_of_servers(servers: int) -> None:
+    with LocalGang(servers) as gang:
+        for optimizer, fn, workers in itertools.product(SUMMED, [loss, dense_loss], [1, 2, 3]):
             check_equal(gang, workers, optimizer, fn)
 
 

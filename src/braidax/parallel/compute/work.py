@@ -103,6 +103,11 @@ class Work:
         return self._loss_spec
 
     @property
+    def wants_norm(self) -> bool:
+        """Whether the global norm of all gradients is a metric."""
+        return self._wants_norm
+
+    @property
     def checks(self) -> Mapping[str, Check]:
         """Of metrics that are looked at some updates later, and shown to nobody, by name."""
         return {} if self._feed is None else self._feed.checks

@@ -17,12 +17,13 @@ from braidax.cores import usable_cores
 from braidax.errors import ArgumentError
 from braidax.parallel.compiler_options import CompilerOptions
 from braidax.parallel.compute.in_flight import InFlight
-from braidax.parallel.compute.work import Work
+from braidax.parallel.compute.work import GRAD_NORM, Work
 from braidax.parallel.given.arrays import canonical, place, typed_key, with_shardings
 from braidax.parallel.plan.parameter_servers import ParameterServers
 from braidax.parallel.served.batch_rows import BatchRows, Rows
 from braidax.parallel.served.compiled import Evaluation
 from braidax.parallel.served.feed import ServedFeed
+from braidax.parallel.served.gathering import Gathering
 from braidax.parallel.served.meetings.joining import join_alone, num_servers_of
 from braidax.parallel.served.pulling import Pulling, fed_with
 from braidax.parallel.served.saved import ServedTables
@@ -31,7 +32,7 @@ from braidax.parallel.served.summing import Summing
 from braidax.parallel.state import State
 from braidax.program import Program, difference, named_leaves, specs_of
 
-from .programs import WorkerPrograms, dense_forms
+from .programs import WorkerPrograms, server_forms
 from .saved import ServedVariables
 
 
@@ -60,8 +61,6 @@ class WorkerStep:
         compiler_options: CompilerOptions,
     ) -> None:
         feed = work.feed if isinstance(work.feed, ServedFeed) else None
-        if feed is not None:
-            _check_sums(feed, num_servers_of(servers))
         if jax.tree.leaves(work.form.specs.variables):
             raise ArgumentError(
                 "loss_fn asks for variables, which ParameterServers does not take: each worker would have others; "
@@ -71,12 +70,13 @@ class WorkerStep:
         self._form, self._batch_specs, self._strategy = work.form, batch, strategy
         self._programs = WorkerPrograms(work, batch_shardings, compiler_options)
         self._in_flight = InFlight(self.mesh)
-        self._pushed: deque[Future[None]] = deque()
+        self._pushed: deque[Future[Any]] = deque()  # gives the norm of an update, where that is wanted
         self._lags: Counter[int] = Counter()
         self._num_updates = -1  # before there is a state
         self._last: weakref.ref[jax.Array] | None = None  # the step of the last one
         self._forms = {} if feed is None else feed.forms(born)
-        dense = dense_forms(work, num_servers_of(servers))  # before others wait for this one
+        made = server_forms(work, num_servers_of(servers), strategy.staleness)  # before others wait for this one
+        self._wants_norm = work.wants_norm
         joined = join_alone(servers, copies=strategy.copies)
         self.worker, self.num_workers = joined.worker, joined.meeting.num_workers
         self._servers = Servers(
@@ -85,8 +85,10 @@ class WorkerStep:
             staleness=strategy.staleness,
             copies=strategy.copies,
             wire=strategy.wire,
-            dense=dense,
+            dense=made.forms,
         )
+        gathering = Gathering(self._servers, self._forms, wants_norm=work.wants_norm)
+        self._gathering = gathering if made.gathers else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-workers")
         self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
         self._summing = Summing(self._threads)
@@ -194,6 +196,8 @@ class WorkerStep:
         dense, payload = (given, {}) if made is None else given
         self._pushed.append(self._thread.submit(self._push, rows, payload, dense, metrics["loss"], number, pulled))
         self._num_updates += 1
+        if self._wants_norm:
+            metrics = {**metrics, GRAD_NORM: self._pushed[-1].result()}
         return self._own(replace(state, step=step, variables=variables)), metrics
 
     def evaluate(self, state: State, batch: Any) -> dict[str, Any]:
@@ -234,14 +238,21 @@ class WorkerStep:
         loss: jax.Array,
         number: int,
         pulled: Rows,
-    ) -> None:
-        """Brings gradients to the servers, when they are there."""
+    ) -> Any:
+        """Brings gradients to the servers, when they are there. **Returns:** the norm of the update, or None."""
         made = self._programs.rows
         gradients = {} if made is None else self._summing.summed(rows, payload, made.reading.sums_on_host)
-        whole = {name: np.asarray(leaf) for name, leaf in named_leaves(dense)}
-        seen = self._servers.push(rows, gradients, dict.fromkeys(rows, ()), number, {**whole, "": np.asarray(loss)})
+        whole = {name: np.asarray(leaf) for name, leaf in named_leaves(dense)} | {"": np.asarray(loss)}
+        norm = None
+        if self._gathering is not None:
+            gathered = self._gathering.gather(rows, gradients, number, whole)
+            norm = jnp.asarray(gathered.norm) if self._wants_norm else None
+            seen = self._gathering.push(gathered, number)
+        else:
+            seen = self._servers.push(rows, gradients, dict.fromkeys(rows, ()), number, whole)
         if self._strategy.staleness is None:
             self._lags[max(0, seen - 1 - pulled.step)] += 1
+        return norm
 
     def _wait(self, *, behind: int = 0) -> None:
         """Returns when servers have what this worker has pushed, but for the last updates. **Raises:** what failed."""
@@ -293,13 +304,3 @@ class WorkerStep:
     def _table(self, name: str) -> NDArray[Any]:
         shape = self._forms[name].shape
         return self._servers.read(name, 0, shape[0]).values.reshape(shape)
-
-
-def _check_sums(feed: ServedFeed, num_servers: int) -> None:
-    """Raises `ArgumentError` where somebody needs sums over gradients of which no server has all."""
-    if feed.wants_sums and num_servers > 1:
-        raise ArgumentError(
-            f"optimizer sums over the gradients of all variables, as optax.clip_by_global_norm does, and with "
-            f"ParameterServers none of {num_servers} servers has all: expected one server, LocalGang(1), an optimizer "
-            f'without such sums, or Hybrid(tables="servers")'
-        )
