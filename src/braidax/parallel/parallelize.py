@@ -223,8 +223,6 @@ class _Given:
         from .served.meetings.launched import launched_servers  # with gangs, which others do without
         from .workers.step import WorkerStep
 
-        if self.microbatches > 1:
-            raise ArgumentError(f"microbatches={self.microbatches} with ParameterServers: expected 1")
         if self.servers is None and not launched_servers():
             raise ArgumentError(
                 "strategies has ParameterServers, and servers is None: give parallelize a gang, with "

@@ -44,6 +44,13 @@ def loss(params: Any, batch: Any, key: jax.Array) -> Any:
     return jnp.square(told - batch["target"]).mean(), {"told": told.mean()}
 
 
+def sampled(params: Any, batch: Any, key: jax.Array) -> Any:
+    """Reads rows that it draws, besides those of the batch."""
+    drawn = jnp.take(params["words"], jax.random.randint(key, (4,), 0, WORDS), axis=0)
+    read = jnp.take(params["words"], batch["ids"], axis=0).mean(1)
+    return jnp.square(read @ params["deep"]["kernel"] - batch["target"]).mean() + jnp.square(drawn).sum() / 100
+
+
 def dense_loss(params: Any, batch: Any) -> Any:
     """Reads no variable by rows."""
     one_hot = jax.nn.one_hot(batch["ids"][:, 0], WORDS)

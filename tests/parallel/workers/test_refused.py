@@ -31,7 +31,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no servers": ({"servers": None}, "strategies has ParameterServers, and servers is None"),
     "no gang": ({"servers": 2}, "servers is 2, expected a gang"),
     "no worker": ({"servers": MEETING}, r"meeting of 3 workers that does not say which this is: expected servers=meet"),
-    "microbatches": ({"microbatches": 2}, "microbatches=2 with ParameterServers: expected 1"),
     "variables": (
         {"loss_fn": of_variables, "init": lambda key: (init(key), {"seen": jnp.zeros(())})},
         "loss_fn asks for variables, which ParameterServers does not take",

@@ -1,6 +1,5 @@
 """Sums over the gradients of an update, whose parts several servers have, as those who train put them together."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -8,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .batch_rows import BatchRows
-from .programs import JOINS, TableForm
+from .programs import TableForm, joined_sums
 from .servers import Servers
 from .wire import Message
 
@@ -37,10 +36,7 @@ class Gathered(NamedTuple):
             return cls(first.fields["members"], *lists)
         totals, squares = list[NDArray[Any]](), list[NDArray[Any]]()
         for number, some in enumerate(joins):
-            sums = [
-                functools.reduce(JOINS[join], [answer.arrays[f"{number}/{at}"] for answer in answers])
-                for at, join in enumerate(some)
-            ]
+            sums = joined_sums(some, number, [answer.arrays for answer in answers])
             totals += sums
             squares += sums[len(sums) - num_squares :]
         for answer in answers:

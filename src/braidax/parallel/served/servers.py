@@ -14,14 +14,14 @@ from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.parallel.plan.placements import Wire
 
 from .asking import Asking
-from .batch_rows import BatchRows, Rows
+from .batch_rows import BatchRows, Reads, Rows
 from .compressed.feedback import Feedback
 from .compressed.travelling import unpacked_rows
 from .layouts.resizing import Resizing
 from .meetings.joining import Joined
 from .on_servers.dense import DenseForm
 from .on_servers.told import described
-from .programs import JOINS, TableForm, TablePart
+from .programs import TableForm, TablePart, joined_sums
 from .wire import Message, packed
 
 _BLOCK_BYTES = 16 << 20  # of a table that is read or written whole, a message
@@ -183,13 +183,16 @@ class Servers:
         """Begins anew with what gradients of this process lose on their way: other rows come."""
         self._feedback.forget()
 
-    def pull(self, batch: Mapping[str, BatchRows], *, known: Rows | None = None, at_least: int = 0) -> Rows:
+    def pull(
+        self, batch: Mapping[str, BatchRows], *, known: Rows | None = None, at_least: int = 0, reads: Reads = "all"
+    ) -> Rows:
         """Returns rows as they are now, and what servers have whole.
 
         **Arguments:** `known`: as they were, so that only changes are asked for. `at_least`: how many updates they have
-        to have seen: it waits for these. **Raises:** `PeerLost` when one who trains is gone, and they will not come.
+        to have seen: it waits for these. `reads`: "rows" alone, or all. **Raises:** `PeerLost` when one who trains is
+        gone, and they will not come.
         """
-        names, since = [*batch], -1 if known is None else known.step
+        fields = {"tables": [*batch], "since": -1 if known is None else known.step, "at_least": at_least}
         values = {
             name: known.values[name] if known is not None else self._empty(name, len(rows.unique))
             for name, rows in batch.items()
@@ -197,13 +200,13 @@ class Servers:
 
         def question(server: int) -> list[Any]:
             ids = {name: rows.asked(server) for name, rows in batch.items()}
-            return self._asking.packed("pull", server, {"tables": names, "since": since, "at_least": at_least}, ids)
+            return self._asking.packed("pull", server, {**fields, "reads": reads}, ids)
 
         answers = self._asking.ask_all(question)
         self.check_all_are_there(answers)
         whole: dict[str, NDArray[Any]] = {}
         for server, answer in enumerate(answers):
-            if self._dense:
+            if self._dense and reads == "all":
                 whole |= {name: answer.arrays[f"dense/{at}"] for at, name in enumerate(self._dense[server].names)}
             for name, rows in batch.items():
                 changed = answer.arrays.get(f"{name}/changed")
@@ -223,12 +226,8 @@ class Servers:
         self.ask_every("stage", self.of_gradients(batch, gradients, step))
         self.meet()
         answers = self._asking.ask_all(lambda part: self._asking.packed("sums", part, {"step": step}))
-        found: dict[str, list[Any]] = {}
-        for number, name in enumerate(batch):
-            joins = [JOINS[join] for join in self._forms[name].joins]
-            parts = [[answer.arrays[f"{number}/{at}"] for answer in answers] for at in range(len(joins))]
-            found[name] = [functools.reduce(join, one) for join, one in zip(joins, parts, strict=True)]
-        return found
+        parts = [answer.arrays for answer in answers]
+        return {name: joined_sums(self._forms[name].joins, at, parts) for at, name in enumerate(batch)}
 
     def push(
         self,

@@ -20,7 +20,8 @@ from braidax.parallel.compute.in_flight import InFlight
 from braidax.parallel.compute.work import GRAD_NORM, Work
 from braidax.parallel.given.arrays import canonical, place, typed_key, with_shardings
 from braidax.parallel.plan.parameter_servers import ParameterServers
-from braidax.parallel.served.batch_rows import BatchRows, Rows
+from braidax.parallel.run_ahead import check_coming
+from braidax.parallel.served.batch_rows import BatchRows, Reads, Rows
 from braidax.parallel.served.compiled import Evaluation
 from braidax.parallel.served.feed import ServedFeed
 from braidax.parallel.served.gathering import Gathering
@@ -63,8 +64,9 @@ class WorkerStep:
         feed = work.feed if isinstance(work.feed, ServedFeed) else None
         if jax.tree.leaves(work.form.specs.variables):
             raise ArgumentError(
-                "loss_fn asks for variables, which ParameterServers does not take: each worker would have others; "
-                'expected a loss without, or DataParallel() and Hybrid(tables="servers"), which average them'
+                "loss_fn asks for variables, which ParameterServers does not take: a microbatch goes on from those that "
+                "the one before has left, and workers compute theirs at the same time; expected a loss without, as "
+                'with LayerNorm, or DataParallel() and Hybrid(tables="servers"), which compute them of the whole batch'
             )
         self.mesh, self.plan, self.batch_shardings = work.mesh, work.plan, batch_shardings
         self._form, self._batch_specs, self._strategy = work.form, batch, strategy
@@ -74,6 +76,7 @@ class WorkerStep:
         self._lags: Counter[int] = Counter()
         self._num_updates = -1  # before there is a state
         self._last: weakref.ref[jax.Array] | None = None  # the step of the last one
+        self._key: Any = None  # its key
         self._forms = {} if feed is None else feed.forms(born)
         made = server_forms(work, num_servers_of(servers), strategy.staleness)  # before others wait for this one
         self._wants_norm = work.wants_norm
@@ -90,9 +93,11 @@ class WorkerStep:
         gathering = Gathering(self._servers, self._forms, wants_norm=work.wants_norm)
         self._gathering = gathering if made.gathers else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-workers")
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="braidax-ahead")  # waits for no push
         self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
         self._summing = Summing(self._threads)
-        self._pulling = None if feed is None else Pulling(self._servers, feed, self._thread)
+        reads: Reads = "rows" if strategy.staleness == 0 else "all"  # what is whole moves in each update
+        self._pulling = None if feed is None else Pulling(self._servers, feed, self._ahead, ahead=reads)
         tables = ServedTables(self._servers, self._forms, self._settled, self._adopt)
         self._saved = ServedVariables(self._servers, tables, self._settled, self.worker)
 
@@ -118,7 +123,7 @@ class WorkerStep:
         return State(step, (), (), self._form.specs.variables, key)
 
     def _own(self, state: State) -> State:
-        self._last = weakref.ref(state.step)
+        self._last, self._key = weakref.ref(state.step), state.key
         return state
 
     @property
@@ -142,6 +147,8 @@ class WorkerStep:
         return self._own(self._state(place(np.int32(self._num_updates), on.step), place(key, on.key)))
 
     def _adopt(self, num_updates: int) -> None:
+        if self._pulling is not None:
+            self._pulling.forget()
         self._num_updates = num_updates
 
     def _settled(self) -> int:
@@ -160,12 +167,52 @@ class WorkerStep:
 
     # Updates
 
+    def prepare(self, batch: Any) -> None:
+        """Begins to pull the rows that a coming batch reads, while others are trained. Returns at once.
+
+        Rows that updates move in the meantime are pulled once more where they may not be late, so that nothing changes
+        but the time. Several batches may be prepared, in the order in which they come; each serves the update that gets
+        the very arrays. Where the loss reads no variable by rows, nothing is done.
+
+        **Arguments:** `batch`: as of `update`, of device arrays.
+
+        **Raises:** `ArgumentError` for batches of another form, or host arrays.
+        """
+        self._prepare(batch, self._num_updates + (0 if self._pulling is None else self._pulling.num_coming))
+
+    def _prepare(self, batch: Any, step: int) -> None:
+        """Begins to pull what a batch reads. **Arguments:** `step`: the update that it will be for."""
+        self._check_batch(batch)
+        check_coming(batch, "batch")
+        made = self._programs.rows
+        if made is None or self._pulling is None or self._key is None or not made.reading.knows_ahead:
+            return
+        on = self._form.shardings
+        key, number = place((self._key, np.int32(step)), (on.key, on.step))
+        draws_by = self._draws_by(key, number, self._programs.next(key, number)[0])
+        ids = made.ids(self._form.specs.variables, *draws_by, place(batch, self.batch_shardings))
+        self._pulling.begin(jax.tree.leaves(batch), ids, step if made.reading.draws_ids else None)
+
+    def _draws_by(self, key: Any, step: Any, key_of_step: Any) -> tuple[Any, Any]:
+        """Returns what programs draw by in an update: each of several workers as its microbatches of all would."""
+        if self.num_workers == 1:
+            return key, step
+        if (count := self.plan.microbatches) == 1:
+            return key_of_step, np.int32(self.worker)
+        numbers = np.arange(count, dtype=np.int32) * self.num_workers + self.worker
+        return jnp.broadcast_to(key_of_step, (count,)), numbers
+
+    def _check_batch(self, batch: Any) -> None:
+        if message := difference(self._batch_specs, canonical(batch), "batch"):
+            raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
+
     def update(
-        self, state: State, batch: Any, *, before_apply: Callable[[], object] | None = None
+        self, state: State, batch: Any, *, coming: Any = None, before_apply: Callable[[], object] | None = None
     ) -> tuple[State, dict[str, Any]]:
         """Takes one training step of this worker.
 
-        **Arguments:** `state`: of this step. `batch`: of this worker's samples. `before_apply`: as of `Step.update`.
+        **Arguments:** `state`: of this step. `batch`: of this worker's samples. `coming`: the next one, if it is known,
+        for `prepare`. `before_apply`: as of `Step.update`.
 
         **Returns:** the new state, and the metrics of this worker's batch, as of `Step.update`.
 
@@ -174,16 +221,23 @@ class WorkerStep:
         update takes all, another worker.
         """
         self._check_state(state)
-        if message := difference(self._batch_specs, canonical(batch), "batch"):
-            raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
-        batch, number = place(batch, self.batch_shardings), self._num_updates
+        self._check_batch(batch)
+        number = self._num_updates
+        ahead = None if self._pulling is None else self._pulling.take(jax.tree.leaves(batch), number)
+        if coming is not None:
+            self._prepare(coming, number + 1 + (0 if self._pulling is None else self._pulling.num_coming))
+        batch = place(batch, self.batch_shardings)
         drawn, step = self._programs.next(state.key, state.step)
-        key = (state.key, state.step) if self.num_workers == 1 else (drawn, np.int32(self.worker))
+        key = self._draws_by(state.key, state.step, drawn)
         bound = self._strategy.staleness
         self._wait(behind=1 if bound is None else bound)  # asynchronously a push travels beside the next batch
         made = self._programs.rows
-        ids = None if made is None else made.ids(state.variables, *key, batch)
-        rows, pulled = self._pull(ids)
+        if ahead is None:
+            rows, pulled = self._pull(None if made is None else made.ids(state.variables, *key, batch))
+        else:
+            rows, pulled, _ = ahead.result()
+            if bound == 0 or (bound is not None and pulled.step < number - bound):
+                pulled = self._servers.pull(rows, known=pulled, at_least=number - bound)
         if bound is not None:
             self._lags[max(0, number - pulled.step)] += 1
         params = self._placed(pulled.whole)
@@ -273,6 +327,7 @@ class WorkerStep:
     def close(self) -> None:
         """Ends this worker's part; others go on, unless an update takes all. Servers end with the last one, and what
         they have is gone. A second call does nothing."""
+        self._ahead.shutdown(cancel_futures=True)
         self._thread.shutdown(cancel_futures=True)
         self._threads.shutdown()
         self._servers.close()

@@ -165,7 +165,7 @@ class TableServer:
                 changed = shard.moved_since(ids, since)
                 found[f"{name}/changed"], ids = changed, ids[changed]
             found |= packed_rows(shard.pull(ids), name, self._wire)
-        if self._dense is not None:
+        if self._dense is not None and message.fields.get("reads") != "rows":
             found |= {f"dense/{at}": value for at, value in enumerate(self._dense.values())}
         return packed("rows", {"step": self._updates.step}, found)
 
