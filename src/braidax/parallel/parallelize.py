@@ -223,11 +223,6 @@ class _Given:
         from .served.meetings.launched import launched_servers  # with gangs, which others do without
         from .workers.step import WorkerStep
 
-        if self.microbatches > 1 or self.metrics:
-            raise ArgumentError(
-                f"microbatches={self.microbatches}, metrics={list(self.metrics)} with ParameterServers: expected 1 and "
-                f"none; give each worker a smaller batch"
-            )
         if self.servers is None and not launched_servers():
             raise ArgumentError(
                 "strategies has ParameterServers, and servers is None: give parallelize a gang, with "

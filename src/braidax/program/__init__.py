@@ -56,6 +56,7 @@ from .execute import compile_on as compile_on
 from .in_turn import Turns as Turns
 from .in_turn import in_full as in_full
 from .in_turn import in_turn as in_turn
+from .inline import inlined as inlined
 from .kept import Kept as Kept
 from .kept import find_kept as find_kept
 from .kept import gradients_kept as gradients_kept

@@ -44,6 +44,13 @@ def loss(params: Any, batch: Any, key: jax.Array) -> Any:
     return jnp.square(told - batch["target"]).mean(), {"told": told.mean()}
 
 
+def sampled(params: Any, batch: Any, key: jax.Array) -> Any:
+    """Reads rows that it draws, besides those of the batch."""
+    drawn = jnp.take(params["words"], jax.random.randint(key, (4,), 0, WORDS), axis=0)
+    read = jnp.take(params["words"], batch["ids"], axis=0).mean(1)
+    return jnp.square(read @ params["deep"]["kernel"] - batch["target"]).mean() + jnp.square(drawn).sum() / 100
+
+
 def dense_loss(params: Any, batch: Any) -> Any:
     """Reads no variable by rows."""
     one_hot = jax.nn.one_hot(batch["ids"][:, 0], WORDS)
@@ -81,15 +88,18 @@ def own_part(batch: Any, worker: int, workers: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[worker::workers], batch)
 
 
-def on_one_device(optimizer: str, data: list[Any], *, microbatches: int = 1, fn: Any = loss) -> tuple[list[float], Any]:
-    """Returns the losses and the parameters of single-device training."""
+def on_one_device(
+    optimizer: str, data: list[Any], *, microbatches: int = 1, fn: Any = loss, told: str = "loss"
+) -> tuple[list[float], Any]:
+    """Returns the losses and the parameters of single-device training. **Arguments:** `told`: in place of losses."""
     strategies = {"data": bx.DataParallel()}
     made: Any = {"init": init, "batch": spec(len(data[0]["target"])), "microbatches": microbatches}
+    made["metrics"] = [told] if told == "grad_norm" else []
     step: Any = bx.parallelize(fn, {**OPTIMIZERS, **SUMMED}[optimizer], one_device(), strategies, **made)
     state, losses = step.init(jax.random.key(0)), list[float]()
     for batch in data:
         state, metrics = step.update(state, batch)
-        losses.append(float(metrics["loss"]))
+        losses.append(float(metrics[told]))
     return losses, jax.tree.map(np.asarray, state.params)
 
 

@@ -36,7 +36,7 @@ def gang() -> Iterator[LocalGang]:
         yield gang
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "clipped adagrad"])
 def test_one_after_the_other_they_equal_one_device(gang: LocalGang, optimizer: str) -> None:
     """Two workers in turns, each of which waits until its push is there: one device that takes all batches."""
     data, turns = batches(8), [threading.Semaphore(1), threading.Semaphore(0)]
@@ -62,7 +62,7 @@ def test_one_after_the_other_they_equal_one_device(gang: LocalGang, optimizer: s
         assert step == 8
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "scheduled"])
+@pytest.mark.parametrize("optimizer", ["adam", "scheduled", "clipped"])
 def test_rows_that_others_move_are_brought_up(gang: LocalGang, optimizer: str) -> None:
     """A worker whose loss reads rows, in turns with itself: what rows miss is counted by the server, not the worker."""
     data = [own_part(batch, 0, 2) for batch in batches(10)]

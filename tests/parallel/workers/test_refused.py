@@ -21,23 +21,31 @@ def of_variables(params: Any, batch: Any, key: jax.Array, variables: Any) -> Any
     return loss(params, batch, key)[0], {"variables": {"seen": variables["seen"] + 1}}
 
 
+def mixed(gradients: Any, params: Any) -> Any:
+    """Moves a kernel by columns of what is on another server."""
+    deep = gradients["deep"]
+    return {**gradients, "deep": {**deep, "kernel": deep["kernel"] + gradients["words"].sum(0)}}
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no servers": ({"servers": None}, "strategies has ParameterServers, and servers is None"),
     "no gang": ({"servers": 2}, "servers is 2, expected a gang"),
     "no worker": ({"servers": MEETING}, r"meeting of 3 workers that does not say which this is: expected servers=meet"),
-    "microbatches": ({"microbatches": 2}, r"microbatches=2, metrics=\[\] with ParameterServers: expected 1 and none"),
-    "metrics": ({"metrics": ("grad_norm",)}, r"metrics=\['grad_norm'\] with ParameterServers"),
     "variables": (
         {"loss_fn": of_variables, "init": lambda key: (init(key), {"seen": jnp.zeros(())})},
         "loss_fn asks for variables, which ParameterServers does not take",
     ),
-    "sums over rows": (
-        {"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))},
-        r"optimizer sums over the gradients of all variables.*none of 2 servers has all: expected one server",
+    "more of others than numbers": (
+        {"optimizer": optax.chain(optax.stateless(mixed), optax.sgd(0.1)), "loss_fn": teams.dense_loss},
+        r"optimizer moves \[.*\] on server \d by the gradient of words, which lies on another: expected one that",
     ),
-    "sums over others": (
-        {"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "loss_fn": teams.dense_loss},
-        r"optimizer moves \[.*\] on server 0 by the gradient of .*, which lies on another: expected one that",
+    "sums over more than gradients, where others push": (
+        {
+            "optimizer": optax.chain(optax.adam(0.1), optax.clip_by_global_norm(1.0)),
+            "loss_fn": teams.dense_loss,
+            "strategies": {"data": bx.ParameterServers(staleness=None)},
+        },
+        r"optimizer moves \[.*\] on server \d by opt_state/.*, which lies on another: expected one that",
     ),
     "two axes": (
         {"strategies": {"data": PS, "model": bx.TensorParallel()}, "mesh": (1, 1)},

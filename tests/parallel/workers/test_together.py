@@ -1,5 +1,6 @@
 """Workers whose updates take all of them: equal to one device with as many microbatches."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.parallel.workers.teams import (
     make_step,
     on_one_device,
     own_part,
+    sampled,
     team,
 )
 
@@ -32,11 +34,11 @@ def gang() -> Iterator[LocalGang]:
         yield gang
 
 
-def trained(workers: int, optimizer: str, data: list[Any], fn: Any = loss) -> Any:
+def trained(workers: int, optimizer: str, data: list[Any], fn: Any = loss, **more: Any) -> Any:
     """Returns what a worker does: losses, parameters, staleness."""
 
     def work(number: int, seat: Any) -> Any:
-        with make_step(seat, optimizer=optimizer, size=len(data[0]["target"]) // workers, fn=fn) as step:
+        with make_step(seat, optimizer=optimizer, size=len(data[0]["target"]) // workers, fn=fn, **more) as step:
             state, losses = step.init(jax.random.key(0)), list[float]()
             for batch in data:
                 state, metrics = step.update(state, own_part(batch, number, workers))
@@ -58,20 +60,35 @@ def test_on_any_number_of_servers(servers: int) -> None:
             check_equal(gang, workers, "adam")
 
 
-@pytest.mark.parametrize("optimizer", SUMMED)
-@pytest.mark.parametrize("fn", [loss, dense_loss])
-def test_one_server_sums_over_all_gradients(optimizer: str, fn: Any) -> None:
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_servers_sum_over_all_gradients(servers: int) -> None:
     """Of the mean of all workers: a row that several of them have counts once."""
-    with LocalGang(1) as gang:
-        for workers in (1, 2, 3):
+    cases = itertools.cycle(itertools.product(SUMMED, [loss, dense_loss]))
+    with LocalGang(servers) as gang:
+        for workers, (optimizer, fn) in zip([1, 2, 3], itertools.islice(cases, servers, None), strict=False):
             check_equal(gang, workers, optimizer, fn)
 
 
-def check_equal(gang: LocalGang, workers: int, optimizer: str, fn: Any = loss) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_each_optimizer_sums_on_any_number_of_servers(servers: int) -> None:
+    with LocalGang(servers) as gang:
+        for optimizer, fn, workers in itertools.product(SUMMED, [loss, dense_loss], [1, 2, 3]):
+            check_equal(gang, workers, optimizer, fn)
+
+
+@pytest.mark.parametrize(("workers", "microbatches"), [(1, 2), (2, 3)])
+def test_microbatches_are_those_of_one_device(gang: LocalGang, workers: int, microbatches: int) -> None:
+    """Each draws as the microbatch of one device does that has its samples."""
+    for fn, optimizer in ((loss, "clipped"), (sampled, "adam")):
+        check_equal(gang, workers, optimizer, fn, microbatches=microbatches)
+
+
+def check_equal(gang: LocalGang, workers: int, optimizer: str, fn: Any = loss, *, microbatches: int = 1) -> None:
     """Losses, parameters, staleness and steps of all workers."""
     data = batches(NUM_STEPS)
-    expected = on_one_device(optimizer, data, microbatches=workers, fn=fn)
-    found = team(gang, workers, trained(workers, optimizer, data, fn))
+    expected = on_one_device(optimizer, data, microbatches=workers * microbatches, fn=fn)
+    found = team(gang, workers, trained(workers, optimizer, data, fn, microbatches=microbatches))
     mean = np.mean([losses for losses, _, _, _ in found], axis=0)
     np.testing.assert_allclose(mean, expected[0], rtol=1e-6)
     for _, params, staleness, step in found:

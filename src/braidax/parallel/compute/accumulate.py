@@ -117,14 +117,23 @@ def averaged(total: jax.Array, spec: Any, microbatches: int) -> jax.Array:
     return (total / microbatches).astype(spec.dtype if jnp.issubdtype(spec.dtype, jnp.inexact) else total.dtype)
 
 
+def key_of_step(key: Any, step: Any) -> Any:
+    """Returns the key that a step draws by; where `key` and `step` are arrays, `[microbatches]`, those by which its
+    microbatches draw."""
+    return jax.vmap(jax.random.fold_in)(key, step) if key.shape else jax.random.fold_in(key, step)
+
+
 def microbatches_of(key: Any, batch: Any, microbatches: int) -> tuple[Any, Any]:
-    """Returns the keys and the samples of all microbatches, each with a leading dim `[microbatches]`."""
+    """Returns the keys and the samples of all microbatches, each with a leading dim `[microbatches]`.
+
+    **Arguments:** `key`: of `key_of_step`.
+    """
 
     def split(leaf: jax.Array) -> jax.Array:
         pieces = leaf.reshape(leaf.shape[0] // microbatches, microbatches, *leaf.shape[1:])
         return jnp.swapaxes(pieces, 0, 1)
 
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(microbatches))
+    keys = key if key.shape else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(microbatches))
     return keys, jax.tree.map(split, batch)
 
 

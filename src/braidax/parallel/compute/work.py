@@ -30,7 +30,7 @@ from braidax.program import (
     with_sums_behind_loops,
 )
 
-from .accumulate import Runs, all_gradients_of, wide
+from .accumulate import Runs, all_gradients_of, key_of_step, wide
 from .feed import Check, Feed, Pulled, Reading, Update
 from .metrics import BATCH, MetricDims
 from .state_form import StateForm, load_tree, store_tree
@@ -103,6 +103,11 @@ class Work:
         return self._loss_spec
 
     @property
+    def wants_norm(self) -> bool:
+        """Whether the global norm of all gradients is a metric."""
+        return self._wants_norm
+
+    @property
     def checks(self) -> Mapping[str, Check]:
         """Of metrics that are looked at some updates later, and shown to nobody, by name."""
         return {} if self._feed is None else self._feed.checks
@@ -141,7 +146,7 @@ class Work:
         """Fetches what a batch reads of the feed's variables."""
         assert self._reading is not None, "there is a feed"
         dense, stored = self.form.parted(params)
-        dense, key = load_tree(self.form.of_params, dense), jax.random.fold_in(key, step)
+        dense, key = load_tree(self.form.of_params, dense), key_of_step(key, step)
         return self._reading.pull(dense, variables, key, batch, stored, held)
 
     def gradients_ahead(
@@ -189,7 +194,7 @@ class Work:
 
     def _found(self, params: Any, variables: Any, key: Any, step: Any, batch: Any, rows: Any = ()) -> Any:
         """Returns gradients as the loss has them, those of rows, new variables and metrics."""
-        key, runs = jax.random.fold_in(key, step), Runs(self._in_parts, self.form.still)
+        key, runs = key_of_step(key, step), Runs(self._in_parts, self.form.still)
         dense = load_tree(self.form.of_params, self.form.dense(params))
         program, dims = self._program, self._metric_dims
         return all_gradients_of(program, dense, variables, key, batch, rows, runs=runs, metric_dims=dims)

@@ -49,11 +49,23 @@ class Asking:
         if of == "one":
             others = [self._pool.submit(self._ask_one, question, part) for part in range(1, self.layout.num_parts)]
             return [self._ask_one(question, 0), *(one.result() for one in others)]
+        return [some[0] for some in self.ask_every(question)]
+
+    def ask_every(self, question: Callable[[int], list[Any]]) -> list[list[Message]]:
+        """Asks all servers that have parts at once.
+
+        **Returns:** for each part the answers of those who have it and are there. **Raises:** as `ask_all`.
+        """
         asked = [
             [self._pool.submit(self._ask, server, part, question) for server in self._holders(part)]
             for part in range(self.layout.num_parts)
         ]
-        return [self._first(part, [one.result() for one in some]) for part, some in enumerate(asked)]
+        found: list[list[Message]] = []
+        for part, some in enumerate(asked):
+            answers = [one.result() for one in some]
+            self._first(part, answers)
+            found.append([answer for answer in answers if isinstance(answer, Message)])
+        return found
 
     def _ask_one(self, question: Callable[[int], list[Any]], part: int) -> Message:
         """Asks whoever of those that have a part is there."""

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .row_memory import sum_rows
+
+Reads = Literal["all", "rows"]
+"""What is read for a batch: rows, and variables that servers have whole, or rows alone."""
 
 
 class Rows(NamedTuple):

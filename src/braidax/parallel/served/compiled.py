@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from braidax.parallel.compiler_options import CompilerOptions
+from braidax.parallel.compute.accumulate import key_of_step
 from braidax.parallel.compute.work import GRAD_NORM, Work
 from braidax.parallel.readings import Readings
 from braidax.program import compile_on
@@ -78,7 +79,7 @@ class ServedPrograms:
         held = self._work.form.shardings
 
         def ids(variables: Any, key: Any, step: Any, batch: Any) -> dict[str, jax.Array]:
-            return reading.ids(variables, jax.random.fold_in(key, step), batch)
+            return reading.ids(variables, key_of_step(key, step), batch)
 
         return compile_on(
             self._work.mesh,

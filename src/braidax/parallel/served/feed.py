@@ -281,10 +281,13 @@ class ServedFeed:
 
         **Arguments:** `sums`: by table, in the order of its rules.
         """
+        squares = sum(float(some[-1]) for some in sums.values()) if self._wants_norm else 0.0
+        return self.terms_of(sums), np.float32(squares)
+
+    def terms_of(self, sums: Mapping[str, Sequence[Any]]) -> dict[int, Any]:
+        """Returns what `apply` needs of sums, by number. **Arguments:** as of `totals`."""
         left = {name: iter(some) for name, some in sums.items()}
-        found = {term.number: next(left[term.operands[0].table]) for term in self._sums}
-        squares = sum(float(next(some)) for some in left.values()) if self._wants_norm else 0.0
-        return found, np.float32(squares)
+        return {term.number: next(left[term.operands[0].table]) for term in self._sums}
 
     def _init_of(self, name: str) -> Callable[[jax.Array], Any]:
         leaves = dict(named_leaves(self._options.params))

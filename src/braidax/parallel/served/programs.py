@@ -1,7 +1,8 @@
 """What servers compute with the rows of a table, as programs that travel: they know nothing of the user's code."""
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -87,6 +88,13 @@ class TableForm:
 
 JOINS: dict[str, np.ufunc] = {"add": np.add, "and": np.logical_and, "or": np.logical_or}
 """How sums over rows are put together."""
+
+
+def joined_sums(joins: Sequence[str], number: int, parts: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Returns the sums over the rows of a table. **Arguments:** `number`: of the table. `parts`: of all servers, by
+    `"{number}/{sum}"`."""
+    every = [[one[f"{number}/{at}"] for one in parts] for at in range(len(joins))]
+    return [functools.reduce(JOINS[join], some) for join, some in zip(joins, every, strict=True)]
 
 
 class TablePart(NamedTuple):

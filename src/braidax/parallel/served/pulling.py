@@ -13,7 +13,7 @@ from braidax.errors import DataError
 from braidax.parallel.rows.options import counted_out_of_range
 from braidax.program import OUT_OF_RANGE
 
-from .batch_rows import BatchRows, Rows
+from .batch_rows import BatchRows, Reads, Rows
 from .feed import Fed, ServedFeed, ServedReading
 from .parts import local_parts, on_devices
 from .servers import Servers
@@ -50,17 +50,27 @@ class Pulling:
     """Pulls the rows of batches, and keeps what was pulled ahead.
 
     **Arguments:** `servers`, `feed`: whose tables. `thread`: pulls ahead; the caller's. `late`: how rows that may be
-    late are read, which are brought to devices ahead, too; None where they may not be.
+    late are read, which are brought to devices ahead, too; None where they may not be. `ahead`: what is read ahead.
     """
 
-    def __init__(self, servers: Servers, feed: ServedFeed, thread: Executor, late: ServedReading | None = None) -> None:
+    def __init__(
+        self,
+        servers: Servers,
+        feed: ServedFeed,
+        thread: Executor,
+        late: ServedReading | None = None,
+        *,
+        ahead: Reads = "all",
+    ) -> None:
         self._servers, self._feed, self._thread, self._late = servers, feed, thread, late
+        self._reads_ahead: Reads = ahead
         self._coming: list[_Coming] = []
 
-    def pull(self, ids: Mapping[str, jax.Array], *, at_least: int = 0) -> Pulled:
+    def pull(self, ids: Mapping[str, jax.Array], *, at_least: int = 0, reads: Reads = "all") -> Pulled:
         """Returns what a batch reads.
 
-        **Arguments:** `ids`: of each device, `[N, m]`, by table; it waits for them. `at_least`: as of `Servers.pull`.
+        **Arguments:** `ids`: of each device, `[N, m]`, by table; it waits for them. `at_least`, `reads`: as of
+        `Servers.pull`.
 
         **Raises:** `DataError` for ids that no row has, where they are an error.
         """
@@ -70,7 +80,7 @@ class Pulling:
             if told := counted_out_of_range(self._feed.tables, counts):
                 raise DataError(f"a batch {told}")
         rows = {name: BatchRows(part, self._servers.num_servers) for name, part in parts.items()}
-        return rows, self._servers.pull(rows, at_least=at_least)
+        return rows, self._servers.pull(rows, at_least=at_least, reads=reads)
 
     @property
     def num_coming(self) -> int:
@@ -83,7 +93,7 @@ class Pulling:
         self._coming.append(_Coming(tuple(map(weakref.ref, leaves)), step, self._thread.submit(self._ahead, ids)))
 
     def _ahead(self, ids: Mapping[str, jax.Array]) -> Ahead:
-        rows, pulled = self.pull(ids)
+        rows, pulled = self.pull(ids, reads=self._reads_ahead)
         return Ahead(rows, pulled, None if self._late is None else fed_with(self._late, rows, pulled))
 
     def take(self, leaves: Sequence[Any], step: int) -> Future[Ahead] | None:

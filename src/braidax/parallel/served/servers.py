@@ -14,14 +14,14 @@ from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.parallel.plan.placements import Wire
 
 from .asking import Asking
-from .batch_rows import BatchRows, Rows
+from .batch_rows import BatchRows, Reads, Rows
 from .compressed.feedback import Feedback
 from .compressed.travelling import unpacked_rows
 from .layouts.resizing import Resizing
 from .meetings.joining import Joined
 from .on_servers.dense import DenseForm
 from .on_servers.told import described
-from .programs import JOINS, TableForm, TablePart
+from .programs import TableForm, TablePart, joined_sums
 from .wire import Message, packed
 
 _BLOCK_BYTES = 16 << 20  # of a table that is read or written whole, a message
@@ -142,6 +142,12 @@ class Servers:
         """Returns what the first of all has given; all call it."""
         return value if self._workers is None else np.asarray(self._workers.broadcast(value))
 
+    def check_all_are_there(self, answers: Sequence[Message]) -> None:
+        """Raises `PeerLost` where a server says that one who trains is gone, without whom no update is complete."""
+        for answer in answers:
+            if answer.kind == "lost":
+                raise self._one_is_lost(f"worker {answer.fields['worker']} is gone", int(answer.fields["worker"]))
+
     def _one_is_lost(self, told: str, rank: int, host: str = "") -> PeerLost:
         told = (
             f"a process that trains, too, is lost, and an update takes all: {told}; start all of them again, and they "
@@ -152,9 +158,15 @@ class Servers:
         """Asks the servers of all parts at once. **Arguments:** `fields`: of the question for a part."""
         return self._asking.ask_all(lambda part: self._asking.packed(kind, part, fields(part)))
 
+    def ask_every(
+        self, kind: str, told: Callable[[int], tuple[Mapping[str, Any], Mapping[str, Any]]]
+    ) -> list[list[Message]]:
+        """Asks all who have parts at once. **Arguments:** `told`: fields and arrays. **Returns:** answers, by part."""
+        return self._asking.ask_every(lambda part: self._asking.packed(kind, part, *told(part)))
+
     def tell(self, kind: str, fields: Mapping[str, Any], arrays: Callable[[int], Mapping[str, Any]]) -> None:
         """Tells all servers at once. **Arguments:** `kind`, `fields`: what. `arrays`: for those who have a part."""
-        self._asking.ask_all(lambda part: self._asking.packed(kind, part, fields, arrays(part)), of="all")
+        self.ask_every(kind, lambda part: (fields, arrays(part)))
 
     def first_tells(self, kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         """Lets the first process tell all servers, while all others wait; all call it."""
@@ -178,13 +190,16 @@ class Servers:
         """Begins anew with what gradients of this process lose on their way: other rows come."""
         self._feedback.forget()
 
-    def pull(self, batch: Mapping[str, BatchRows], *, known: Rows | None = None, at_least: int = 0) -> Rows:
+    def pull(
+        self, batch: Mapping[str, BatchRows], *, known: Rows | None = None, at_least: int = 0, reads: Reads = "all"
+    ) -> Rows:
         """Returns rows as they are now, and what servers have whole.
 
         **Arguments:** `known`: as they were, so that only changes are asked for. `at_least`: how many updates they have
-        to have seen: it waits for these. **Raises:** `PeerLost` when one who trains is gone, and they will not come.
+        to have seen: it waits for these. `reads`: "rows" alone, or all. **Raises:** `PeerLost` when one who trains is
+        gone, and they will not come.
         """
-        names, since = [*batch], -1 if known is None else known.step
+        fields = {"tables": [*batch], "since": -1 if known is None else known.step, "at_least": at_least}
         values = {
             name: known.values[name] if known is not None else self._empty(name, len(rows.unique))
             for name, rows in batch.items()
@@ -192,15 +207,13 @@ class Servers:
 
         def question(server: int) -> list[Any]:
             ids = {name: rows.asked(server) for name, rows in batch.items()}
-            return self._asking.packed("pull", server, {"tables": names, "since": since, "at_least": at_least}, ids)
+            return self._asking.packed("pull", server, {**fields, "reads": reads}, ids)
 
         answers = self._asking.ask_all(question)
-        for answer in answers:
-            if answer.kind == "lost":
-                raise self._one_is_lost(f"worker {answer.fields['worker']} is gone", int(answer.fields["worker"]))
+        self.check_all_are_there(answers)
         whole: dict[str, NDArray[Any]] = {}
         for server, answer in enumerate(answers):
-            if self._dense:
+            if self._dense and reads == "all":
                 whole |= {name: answer.arrays[f"dense/{at}"] for at, name in enumerate(self._dense[server].names)}
             for name, rows in batch.items():
                 changed = answer.arrays.get(f"{name}/changed")
@@ -217,18 +230,11 @@ class Servers:
 
         All processes call it. **Arguments:** as of `push`, which moves the rows.
         """
-        sent = self._sent(batch, gradients)
-        self._asking.ask_all(
-            lambda part: self._asking.packed("stage", part, *self._gradients(batch, sent, step, part)), of="all"
-        )
+        self.ask_every("stage", self.of_gradients(batch, gradients, step))
         self.meet()
         answers = self._asking.ask_all(lambda part: self._asking.packed("sums", part, {"step": step}))
-        found: dict[str, list[Any]] = {}
-        for number, name in enumerate(batch):
-            joins = [JOINS[join] for join in self._forms[name].joins]
-            parts = [[answer.arrays[f"{number}/{at}"] for answer in answers] for at in range(len(joins))]
-            found[name] = [functools.reduce(join, one) for join, one in zip(joins, parts, strict=True)]
-        return found
+        parts = [answer.arrays for answer in answers]
+        return {name: joined_sums(self._forms[name].joins, at, parts) for at, name in enumerate(batch)}
 
     def push(
         self,
@@ -247,35 +253,40 @@ class Servers:
         """
         told = {f"{at}/{one}": number for at, name in enumerate(batch) for one, number in enumerate(numbers[name])}
         more = {"num_numbers": [len(numbers[name]) for name in batch], "staged": gradients is None}
-        sent = None if gradients is None else self._sent(batch, gradients)
+        of_gradients = None if gradients is None else self.of_gradients(batch, gradients, step, whole)
 
         def update(server: int) -> list[Any]:
-            if sent is None:
-                return self._asking.packed("push", server, {"step": step, **more}, told)
-            fields, arrays = self._gradients(batch, sent, step, server)
-            if self._dense and whole is not None:
-                own = self._dense[server]
-                arrays |= {f"dense/{at}": whole[own.names[one]] for at, one in enumerate(own.moved)}
-                arrays["loss"] = whole[""]
+            fields, arrays = ({"step": step}, {}) if of_gradients is None else of_gradients(server)
             return self._asking.packed("push", server, {**fields, **more}, {**arrays, **told})
 
         return min(int(answer.fields["step"]) for answer in self._asking.ask_all(update, of="all"))
 
-    def _sent(
-        self, batch: Mapping[str, BatchRows], gradients: Mapping[str, NDArray[Any]]
-    ) -> dict[str, dict[str, NDArray[Any]]]:
-        """Returns gradients as they travel, by table; all servers are told of the same."""
-        return self._feedback.packed({name: rows.unique for name, rows in batch.items()}, gradients)
+    def of_gradients(
+        self,
+        batch: Mapping[str, BatchRows],
+        gradients: Mapping[str, NDArray[Any]],
+        step: int,
+        whole: Mapping[str, Any] | None = None,
+    ) -> Callable[[int], tuple[dict[str, Any], dict[str, Any]]]:
+        """Returns what the server of a part is told of the gradients of an update: fields and arrays.
 
-    def _gradients(
-        self, batch: Mapping[str, BatchRows], sent: Mapping[str, Mapping[str, NDArray[Any]]], step: int, server: int
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns what a server is told of gradients: fields and arrays."""
-        arrays: dict[str, Any] = {}
-        for at, (name, rows) in enumerate(batch.items()):
-            arrays[f"{at}/ids"] = rows.asked(server)
-            arrays |= {f"{at}/{one}": rows.of_server(array, server) for one, array in sent[name].items()}
-        return {"tables": [*batch], "step": step}, arrays
+        It is called once for an update: what these lose on their way is added to the next ones. **Arguments:** as of
+        `push`.
+        """
+        sent = self._feedback.packed({name: rows.unique for name, rows in batch.items()}, gradients)
+
+        def told(server: int) -> tuple[dict[str, Any], dict[str, Any]]:
+            arrays: dict[str, Any] = {}
+            for at, (name, rows) in enumerate(batch.items()):
+                arrays[f"{at}/ids"] = rows.asked(server)
+                arrays |= {f"{at}/{one}": rows.of_server(array, server) for one, array in sent[name].items()}
+            if self._dense and whole is not None:
+                own = self._dense[server]
+                arrays |= {f"dense/{at}": whole[own.names[one]] for at, one in enumerate(own.moved)}
+                arrays["loss"] = whole[""]
+            return {"tables": [*batch], "step": step}, arrays
+
+        return told
 
     # Tables as they are kept elsewhere
 

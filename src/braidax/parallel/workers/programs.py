@@ -1,22 +1,26 @@
 """The programs of a worker, and those by which servers move variables that they have whole."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
 from braidax.parallel.compiler_options import CompilerOptions
+from braidax.parallel.compute.accumulate import wide
 from braidax.parallel.compute.work import Work
 from braidax.parallel.plan.footprint import owners_of
 from braidax.parallel.readings import Reading, Readings
 from braidax.parallel.served.compiled import Evaluation, ServedPrograms, compiled_gradients
 from braidax.parallel.served.feed import ServedFeed
-from braidax.parallel.served.on_servers.dense import DenseForm
+from braidax.parallel.served.on_servers.dense import DenseForm, DensePrograms
 from braidax.parallel.served.programs import KeptForm, exported, key_form, numbers_to_send
 from braidax.program import Program, compile_on, named_leaves, trace
 from braidax.program.prune import prune
+
+from .crossing import Crossings
 
 
 @final
@@ -64,9 +68,9 @@ class WorkerPrograms:
 class _Flat(NamedTuple):
     """An update of all that servers have whole, as a program of flat lists.
 
-    **Fields:** `program`: `(*carry, *gradients, loss, *sums) -> (*carry, *numbers)`. `carry`: paths in a state.
-    `owners`: the variable that each of `carry` belongs to, or "". `gradients`: names of the variables that have some.
-    `numbers`, `sums`: of `DenseForm`.
+    **Fields:** `program`: `(*carry, *gradients, loss, *sums) -> (*carry, *numbers)`, where numbers cross with these
+    behind. `carry`: paths in a state. `owners`: the variable that each of `carry` belongs to, or "". `gradients`: names
+    of the variables that have some. `numbers`, `sums`: of `DenseForm`.
     """
 
     program: Program
@@ -77,10 +81,22 @@ class _Flat(NamedTuple):
     sums: tuple[str, ...]
 
 
-def dense_forms(work: Work, num_servers: int) -> list[DenseForm]:
+class ServerForms(NamedTuple):
+    """What servers have whole. **Fields:** `forms`: by server. `gathers`: whether they need sums of one another, or the
+    norm is wanted, before anything moves."""
+
+    forms: list[DenseForm]
+    gathers: bool
+
+
+def server_forms(work: Work, num_servers: int, staleness: int | None) -> ServerForms:
     """Returns what each server has whole: variables are dealt out, the largest first, to who has least.
 
-    **Raises:** `ArgumentError` where the optimizer moves one variable by what belongs to another that lies elsewhere.
+    Where the optimizer sums over gradients of variables of several servers, each sums over its own, and these numbers
+    are put together.
+
+    **Arguments:** `staleness`: of the strategy. **Raises:** `ArgumentError` where the optimizer moves one variable by
+    more of another that lies elsewhere.
     """
     flat = _flat(work)
     leaves = jax.tree.leaves(_carry_of(work.form.specs))
@@ -94,7 +110,50 @@ def dense_forms(work: Work, num_servers: int) -> list[DenseForm]:
         least = min(range(num_servers), key=held.__getitem__)
         owned[least].append(name)
         held[least] += sizes[name]
-    return [_form(work, flat, leaves, set(names), server) for server, names in enumerate(owned)]
+    crossings = _crossings(flat, owned, staleness) if num_servers > 1 else None
+    wants_norm = work.wants_norm
+    whole = flat if crossings is None else flat._replace(program=crossings.given())
+    forms = [
+        _form(work, whole, leaves, set(names), server, _parts(flat, crossings, set(names), server, wants_norm))
+        for server, names in enumerate(owned)
+    ]
+    gathers = wants_norm or (num_servers > 1 and bool(flat.sums)) or (crossings is not None and bool(crossings.found))
+    return ServerForms(forms, gathers)
+
+
+def _crossings(flat: _Flat, owned: Sequence[Sequence[str]], staleness: int | None) -> Crossings:
+    """Returns the numbers that servers need of one another. Where others may push at any time, such a number is of
+    gradients alone: what it is made of besides may have moved when it is used."""
+    having = {name: server for server, names in enumerate(owned) for name in names}
+    carry = [having.get(owner) for owner in flat.owners]
+    inputs = [*carry, *(having.get(name) for name in flat.gradients)]
+    closed = flat.program.closed
+    inputs += [None] * (len(closed.jaxpr.invars) - len(inputs))
+    outputs = [*carry, *[None] * (len(closed.jaxpr.outvars) - len(carry))]
+    apart = range(len(carry)) if staleness is None else ()
+    return Crossings(flat.program, (inputs, outputs), len(owned), apart)
+
+
+def _parts(flat: _Flat, crossings: Crossings | None, names: Collection[str], server: int, wants_norm: bool) -> bytes:
+    """Returns the program of the numbers of a server that others need, and of squares: see `DensePrograms`."""
+    specs = [jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype) for one in flat.program.closed.jaxpr.invars]
+    count = len(flat.carry)
+    own = [at for at, owner in enumerate(flat.owners) if owner in names or not owner]
+    moved = [count + at for at, name in enumerate(flat.gradients) if name in names]
+    given = [*own, *moved, count + len(flat.gradients)]
+
+    def parts(*values: Any) -> list[Any]:
+        inputs: list[Any] = [None] * len(specs)
+        for at, value in zip(given, values, strict=True):
+            inputs[at] = value
+        found = [] if crossings is None else crossings.of_server(server, inputs)
+        if wants_norm:
+            squares = [jnp.sum(jnp.square(wide(inputs[at]))) for at in moved]
+            found.append(sum(squares, jnp.zeros((), jnp.float32)))
+        return found
+
+    told = [specs[at] for at in given]
+    return exported(parts, *told) if jax.eval_shape(parts, *told) else b""
 
 
 def _carry_of(state: Any) -> Any:
@@ -110,7 +169,7 @@ def _flat(work: Work) -> _Flat:
     def update(carry: Any, gradients: Any, loss: Any, totals: Any) -> Any:
         given = gradients
         if isinstance(feed, ServedFeed):
-            given = (gradients, feed.totals(dict(zip(sums, totals, strict=True)))[0])
+            given = (gradients, feed.terms_of(dict(zip(sums, totals, strict=True))))
         step, params, opt_state = work.apply(carry["step"], carry["params"], carry["opt_state"], given, loss)
         numbers: list[Any] = []
         if isinstance(feed, ServedFeed):
@@ -131,8 +190,9 @@ def _flat(work: Work) -> _Flat:
     )
 
 
-def _form(work: Work, flat: _Flat, leaves: Sequence[Any], names: set[str], server: int) -> DenseForm:
-    """Returns what a server has whole. **Arguments:** `leaves`: specs of `flat.carry`. `names`: of its variables."""
+def _form(work: Work, flat: _Flat, leaves: Sequence[Any], names: set[str], server: int, parts: bytes) -> DenseForm:
+    """Returns what a server has whole. **Arguments:** `leaves`: specs of `flat.carry`. `names`: of its variables.
+    `parts`: of its programs."""
     own = [at for at, owner in enumerate(flat.owners) if owner in names or not owner]
     moved = [at for at, name in enumerate(flat.gradients) if name in names]
     count, num_numbers = len(flat.carry), sum(num for _, num in flat.numbers)
@@ -144,8 +204,8 @@ def _form(work: Work, flat: _Flat, leaves: Sequence[Any], names: set[str], serve
         told = [flat.carry[at] if at < count else f"the gradient of {flat.gradients[at - count]}" for at in others]
         raise ArgumentError(
             f"optimizer moves {sorted(names) or 'tables'} on server {server} by {', '.join(told[:4])}, which lies on "
-            f"another: expected one that moves each variable by what belongs to it, such as optax.adam; or one server, "
-            f"LocalGang(1)"
+            f"another: expected one that moves each variable by what belongs to it, or by sums over gradients, such as "
+            f"optax.adam behind optax.clip_by_global_norm; or one server, LocalGang(1)"
         )
     specs = [jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype) for one in closed.jaxpr.invars]
     program = Program(
@@ -161,8 +221,9 @@ def _form(work: Work, flat: _Flat, leaves: Sequence[Any], names: set[str], serve
         carry=tuple(KeptForm(flat.carry[at], tuple(leaves[at].shape), str(leaves[at].dtype)) for at in own),
         numbers=flat.numbers,
         sums=flat.sums,
-        begin=exported(*_begun(work, own)),
-        update=exported(lambda *given: program(*given), *specs),
+        programs=DensePrograms(
+            begin=exported(*_begun(work, own)), update=exported(lambda *given: program(*given), *specs), parts=parts
+        ),
     )
 
 

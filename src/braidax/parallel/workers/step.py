@@ -17,12 +17,14 @@ from braidax.cores import usable_cores
 from braidax.errors import ArgumentError
 from braidax.parallel.compiler_options import CompilerOptions
 from braidax.parallel.compute.in_flight import InFlight
-from braidax.parallel.compute.work import Work
+from braidax.parallel.compute.work import GRAD_NORM, Work
 from braidax.parallel.given.arrays import canonical, place, typed_key, with_shardings
 from braidax.parallel.plan.parameter_servers import ParameterServers
-from braidax.parallel.served.batch_rows import BatchRows, Rows
+from braidax.parallel.run_ahead import check_coming
+from braidax.parallel.served.batch_rows import BatchRows, Reads, Rows
 from braidax.parallel.served.compiled import Evaluation
 from braidax.parallel.served.feed import ServedFeed
+from braidax.parallel.served.gathering import Gathering
 from braidax.parallel.served.meetings.joining import join_alone, num_servers_of
 from braidax.parallel.served.pulling import Pulling, fed_with
 from braidax.parallel.served.pushing import Summing
@@ -31,7 +33,7 @@ from braidax.parallel.served.servers import Servers
 from braidax.parallel.state import State
 from braidax.program import Program, difference, named_leaves, specs_of
 
-from .programs import WorkerPrograms, dense_forms
+from .programs import WorkerPrograms, server_forms
 from .saved import ServedVariables
 
 
@@ -60,23 +62,24 @@ class WorkerStep:
         compiler_options: CompilerOptions,
     ) -> None:
         feed = work.feed if isinstance(work.feed, ServedFeed) else None
-        if feed is not None:
-            _check_sums(feed, num_servers_of(servers))
         if jax.tree.leaves(work.form.specs.variables):
             raise ArgumentError(
-                "loss_fn asks for variables, which ParameterServers does not take: each worker would have others; "
-                'expected a loss without, or DataParallel() and Hybrid(tables="servers"), which average them'
+                "loss_fn asks for variables, which ParameterServers does not take: a microbatch goes on from those that "
+                "the one before has left, and workers compute theirs at the same time; expected a loss without, as "
+                'with LayerNorm, or DataParallel() and Hybrid(tables="servers"), which compute them of the whole batch'
             )
         self.mesh, self.plan, self.batch_shardings = work.mesh, work.plan, batch_shardings
         self._form, self._batch_specs, self._strategy = work.form, batch, strategy
         self._programs = WorkerPrograms(work, batch_shardings, compiler_options)
         self._in_flight = InFlight(self.mesh)
-        self._pushed: deque[Future[None]] = deque()
+        self._pushed: deque[Future[Any]] = deque()  # gives the norm of an update, where that is wanted
         self._lags: Counter[int] = Counter()
         self._num_updates = -1  # before there is a state
         self._last: weakref.ref[jax.Array] | None = None  # the step of the last one
+        self._key: Any = None  # its key
         self._forms = {} if feed is None else feed.forms(born)
-        dense = dense_forms(work, num_servers_of(servers))  # before others wait for this one
+        made = server_forms(work, num_servers_of(servers), strategy.staleness)  # before others wait for this one
+        self._wants_norm = work.wants_norm
         joined = join_alone(servers, copies=strategy.copies)
         self.worker, self.num_workers = joined.worker, joined.meeting.num_workers
         self._servers = Servers(
@@ -85,12 +88,16 @@ class WorkerStep:
             staleness=strategy.staleness,
             copies=strategy.copies,
             wire=strategy.wire,
-            dense=dense,
+            dense=made.forms,
         )
+        gathering = Gathering(self._servers, self._forms, wants_norm=work.wants_norm)
+        self._gathering = gathering if made.gathers else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-workers")
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="braidax-ahead")  # waits for no push
         self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
         self._summing = Summing(self._threads)
-        self._pulling = None if feed is None else Pulling(self._servers, feed, self._thread)
+        reads: Reads = "rows" if strategy.staleness == 0 else "all"  # what is whole moves in each update
+        self._pulling = None if feed is None else Pulling(self._servers, feed, self._ahead, ahead=reads)
         tables = ServedTables(self._servers, self._forms, self._settled, self._adopt)
         self._saved = ServedVariables(self._servers, tables, self._settled, self.worker)
 
@@ -116,7 +123,7 @@ class WorkerStep:
         return State(step, (), (), self._form.specs.variables, key)
 
     def _own(self, state: State) -> State:
-        self._last = weakref.ref(state.step)
+        self._last, self._key = weakref.ref(state.step), state.key
         return state
 
     @property
@@ -140,6 +147,8 @@ class WorkerStep:
         return self._own(self._state(place(np.int32(self._num_updates), on.step), place(key, on.key)))
 
     def _adopt(self, num_updates: int) -> None:
+        if self._pulling is not None:
+            self._pulling.forget()
         self._num_updates = num_updates
 
     def _settled(self) -> int:
@@ -158,12 +167,52 @@ class WorkerStep:
 
     # Updates
 
+    def prepare(self, batch: Any) -> None:
+        """Begins to pull the rows that a coming batch reads, while others are trained. Returns at once.
+
+        Rows that updates move in the meantime are pulled once more where they may not be late, so that nothing changes
+        but the time. Several batches may be prepared, in the order in which they come; each serves the update that gets
+        the very arrays. Where the loss reads no variable by rows, nothing is done.
+
+        **Arguments:** `batch`: as of `update`, of device arrays.
+
+        **Raises:** `ArgumentError` for batches of another form, or host arrays.
+        """
+        self._prepare(batch, self._num_updates + (0 if self._pulling is None else self._pulling.num_coming))
+
+    def _prepare(self, batch: Any, step: int) -> None:
+        """Begins to pull what a batch reads. **Arguments:** `step`: the update that it will be for."""
+        self._check_batch(batch)
+        check_coming(batch, "batch")
+        made = self._programs.rows
+        if made is None or self._pulling is None or self._key is None or not made.reading.knows_ahead:
+            return
+        on = self._form.shardings
+        key, number = place((self._key, np.int32(step)), (on.key, on.step))
+        draws_by = self._draws_by(key, number, self._programs.next(key, number)[0])
+        ids = made.ids(self._form.specs.variables, *draws_by, place(batch, self.batch_shardings))
+        self._pulling.begin(jax.tree.leaves(batch), ids, step if made.reading.draws_ids else None)
+
+    def _draws_by(self, key: Any, step: Any, key_of_step: Any) -> tuple[Any, Any]:
+        """Returns what programs draw by in an update: each of several workers as its microbatches of all would."""
+        if self.num_workers == 1:
+            return key, step
+        if (count := self.plan.microbatches) == 1:
+            return key_of_step, np.int32(self.worker)
+        numbers = np.arange(count, dtype=np.int32) * self.num_workers + self.worker
+        return jnp.broadcast_to(key_of_step, (count,)), numbers
+
+    def _check_batch(self, batch: Any) -> None:
+        if message := difference(self._batch_specs, canonical(batch), "batch"):
+            raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
+
     def update(
-        self, state: State, batch: Any, *, before_apply: Callable[[], object] | None = None
+        self, state: State, batch: Any, *, coming: Any = None, before_apply: Callable[[], object] | None = None
     ) -> tuple[State, dict[str, Any]]:
         """Takes one training step of this worker.
 
-        **Arguments:** `state`: of this step. `batch`: of this worker's samples. `before_apply`: as of `Step.update`.
+        **Arguments:** `state`: of this step. `batch`: of this worker's samples. `coming`: the next one, if it is known,
+        for `prepare`. `before_apply`: as of `Step.update`.
 
         **Returns:** the new state, and the metrics of this worker's batch, as of `Step.update`.
 
@@ -172,16 +221,23 @@ class WorkerStep:
         update takes all, another worker.
         """
         self._check_state(state)
-        if message := difference(self._batch_specs, canonical(batch), "batch"):
-            raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
-        batch, number = place(batch, self.batch_shardings), self._num_updates
+        self._check_batch(batch)
+        number = self._num_updates
+        ahead = None if self._pulling is None else self._pulling.take(jax.tree.leaves(batch), number)
+        if coming is not None:
+            self._prepare(coming, number + 1 + (0 if self._pulling is None else self._pulling.num_coming))
+        batch = place(batch, self.batch_shardings)
         drawn, step = self._programs.next(state.key, state.step)
-        key = (state.key, state.step) if self.num_workers == 1 else (drawn, np.int32(self.worker))
+        key = self._draws_by(state.key, state.step, drawn)
         bound = self._strategy.staleness
         self._wait(behind=1 if bound is None else bound)  # asynchronously a push travels beside the next batch
         made = self._programs.rows
-        ids = None if made is None else made.ids(state.variables, *key, batch)
-        rows, pulled = self._pull(ids)
+        if ahead is None:
+            rows, pulled = self._pull(None if made is None else made.ids(state.variables, *key, batch))
+        else:
+            rows, pulled, _ = ahead.result()
+            if bound == 0 or (bound is not None and pulled.step < number - bound):
+                pulled = self._servers.pull(rows, known=pulled, at_least=number - bound)
         if bound is not None:
             self._lags[max(0, number - pulled.step)] += 1
         params = self._placed(pulled.whole)
@@ -194,6 +250,8 @@ class WorkerStep:
         dense, payload = (given, {}) if made is None else given
         self._pushed.append(self._thread.submit(self._push, rows, payload, dense, metrics["loss"], number, pulled))
         self._num_updates += 1
+        if self._wants_norm:
+            metrics = {**metrics, GRAD_NORM: self._pushed[-1].result()}
         return self._own(replace(state, step=step, variables=variables)), metrics
 
     def evaluate(self, state: State, batch: Any) -> dict[str, Any]:
@@ -234,14 +292,21 @@ class WorkerStep:
         loss: jax.Array,
         number: int,
         pulled: Rows,
-    ) -> None:
-        """Brings gradients to the servers, when they are there."""
+    ) -> Any:
+        """Brings gradients to the servers, when they are there. **Returns:** the norm of the update, or None."""
         made = self._programs.rows
         gradients = {} if made is None else self._summing.summed(rows, payload, made.reading.sums_on_host)
-        whole = {name: np.asarray(leaf) for name, leaf in named_leaves(dense)}
-        seen = self._servers.push(rows, gradients, dict.fromkeys(rows, ()), number, {**whole, "": np.asarray(loss)})
+        whole = {name: np.asarray(leaf) for name, leaf in named_leaves(dense)} | {"": np.asarray(loss)}
+        norm = None
+        if self._gathering is not None:
+            gathered = self._gathering.gather(rows, gradients, number, whole)
+            norm = jnp.asarray(gathered.norm) if self._wants_norm else None
+            seen = self._gathering.push(gathered, number)
+        else:
+            seen = self._servers.push(rows, gradients, dict.fromkeys(rows, ()), number, whole)
         if self._strategy.staleness is None:
             self._lags[max(0, seen - 1 - pulled.step)] += 1
+        return norm
 
     def _wait(self, *, behind: int = 0) -> None:
         """Returns when servers have what this worker has pushed, but for the last updates. **Raises:** what failed."""
@@ -262,6 +327,7 @@ class WorkerStep:
     def close(self) -> None:
         """Ends this worker's part; others go on, unless an update takes all. Servers end with the last one, and what
         they have is gone. A second call does nothing."""
+        self._ahead.shutdown(cancel_futures=True)
         self._thread.shutdown(cancel_futures=True)
         self._threads.shutdown()
         self._servers.close()
@@ -293,13 +359,3 @@ class WorkerStep:
     def _table(self, name: str) -> NDArray[Any]:
         shape = self._forms[name].shape
         return self._servers.read(name, 0, shape[0]).values.reshape(shape)
-
-
-def _check_sums(feed: ServedFeed, num_servers: int) -> None:
-    """Raises `ArgumentError` where somebody needs sums over gradients of which no server has all."""
-    if feed.wants_sums and num_servers > 1:
-        raise ArgumentError(
-            f"optimizer sums over the gradients of all variables, as optax.clip_by_global_norm does, and with "
-            f"ParameterServers none of {num_servers} servers has all: expected one server, LocalGang(1), an optimizer "
-            f'without such sums, or Hybrid(tables="servers")'
-        )

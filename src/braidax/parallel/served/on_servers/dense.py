@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
@@ -16,6 +16,19 @@ from braidax.parallel.served.programs import KeptForm
 _NUM_LOADED = 256  # programs that are kept
 
 
+class DensePrograms(NamedTuple):
+    """What is computed with variables that a server has whole, as JAX writes programs down.
+
+    **Fields:** `begin`: `key data -> carry`. `update`: `(*carry, *gradients, loss, *sums, *parts) -> (*carry,
+    *numbers)`. `parts`: `(*carry, *gradients, loss) -> (*parts, *squares)`: numbers that this server has and others
+    need, and where the norm is wanted the sum of the squares of these gradients; empty where there are none.
+    """
+
+    begin: bytes
+    update: bytes
+    parts: bytes
+
+
 @dataclass(frozen=True)
 class DenseForm:
     """The variables that one server has whole, and what moves them.
@@ -25,8 +38,7 @@ class DenseForm:
 
     **Fields:** `names`: of the variables. `values`: which of `carry` they are. `moved`: which of them have gradients.
     `carry`: forms, which are called by their paths in a state. `numbers`: tables by name, with how many numbers their
-    rows move by. `sums`: tables over whose gradients the optimizer needs sums. `begin`: program `key data -> carry`.
-    `update`: program `(*carry, *gradients, loss, *sums) -> (*carry, *numbers)`.
+    rows move by. `sums`: tables over whose gradients the optimizer needs sums. `programs`.
     """
 
     names: tuple[str, ...]
@@ -35,14 +47,13 @@ class DenseForm:
     carry: tuple[KeptForm, ...]
     numbers: tuple[tuple[str, int], ...]
     sums: tuple[str, ...]
-    begin: bytes
-    update: bytes
+    programs: DensePrograms
 
     def told(self) -> tuple[dict[str, Any], dict[str, NDArray[np.uint8]]]:
         """Returns it as a request has it: JSON values, and the programs."""
         plain = {one: getattr(self, one) for one in ("names", "values", "moved", "numbers", "sums")}
         plain["carry"] = [[one.name, one.shape, one.dtype] for one in self.carry]
-        programs = {name: np.frombuffer(getattr(self, name), np.uint8) for name in ("begin", "update")}
+        programs = {name: np.frombuffer(one, np.uint8) for name, one in self.programs._asdict().items()}
         return plain, programs
 
     @classmethod
@@ -51,7 +62,7 @@ class DenseForm:
         plain: dict[str, Any] = {name: tuple(fields[name]) for name in fields}
         plain["carry"] = tuple(KeptForm(name, tuple(shape), dtype) for name, shape, dtype in plain["carry"])
         plain["numbers"] = tuple((name, int(count)) for name, count in plain["numbers"])
-        return cls(**plain, begin=programs["begin"].tobytes(), update=programs["update"].tobytes())
+        return cls(**plain, programs=DensePrograms(*(programs[name].tobytes() for name in DensePrograms._fields)))
 
 
 @final
@@ -60,7 +71,8 @@ class DensePart:
 
     def __init__(self, form: DenseForm) -> None:
         self.form = form
-        self._begin, self._update = loaded(form.begin), loaded(form.update)
+        self._begin, self._update = loaded(form.programs.begin), loaded(form.programs.update)
+        self._parts = loaded(form.programs.parts) if form.programs.parts else None
         self.carry: list[NDArray[Any]] = [np.zeros(one.shape, jax.numpy.dtype(one.dtype)) for one in form.carry]
 
     def bear(self, key_data: NDArray[Any]) -> None:
@@ -89,15 +101,18 @@ class DensePart:
             names = [self.form.names[at] for at in self.form.moved]
             raise ArgumentError(f"gradients of {names} are {_words(got)}, expected {_words(wanted)}")
 
-    def move(
-        self, gradients: Sequence[Any], loss: Any, sums: Mapping[str, Sequence[Any]]
-    ) -> dict[str, list[NDArray[Any]]]:
+    def parts(self, gradients: Sequence[Any], loss: Any) -> list[NDArray[Any]]:
+        """Returns the numbers of an update that other servers need of this one, and squares, as of `DensePrograms`."""
+        if self._parts is None:
+            return []
+        return [np.asarray(one) for one in self._parts(*self.carry, *gradients, loss)]
+
+    def move(self, gradients: Sequence[Any], loss: Any, totals: Sequence[Any]) -> dict[str, list[NDArray[Any]]]:
         """Takes an update.
 
-        **Arguments:** `sums`: by table, over the gradients of all its rows. **Returns:** for each table the numbers by
-        which its rows move.
+        **Arguments:** `totals`: sums over the gradients of all rows of the tables, and the parts of all servers.
+        **Returns:** for each table the numbers by which its rows move.
         """
-        totals = [one for name in self.form.sums for one in sums[name]]
         found = [np.asarray(one) for one in self._update(*self.carry, *gradients, loss, *totals)]
         count = len(self.carry)
         self.carry, numbers = found[:count], iter(found[count:])

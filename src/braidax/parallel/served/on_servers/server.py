@@ -13,7 +13,8 @@ from braidax.parallel.served.compressed.travelling import packed_rows, unpacked_
 from braidax.parallel.served.wire import Message, packed, unpacked
 
 from .copying import copied, copied_again
-from .dense import DenseForm, DensePart
+from .dense import DenseForm, DensePart, DensePrograms
+from .gathered import Agreements, moved_whole, sums_of_all, sums_of_rows
 from .growing import follow_state, growing_answers, state_of
 from .seen_shard import SeenShard
 from .shard import Shard
@@ -41,13 +42,13 @@ class TableServer:
         self.run = ""  # whose tables these are
         self.shards: dict[str, AnyShard] = {}
         self._dense: DensePart | None = None
-        self._updates = Updates(f"server {rank}", num_workers, 0)
+        self._updates, self._agreements = Updates(f"server {rank}", num_workers, 0), Agreements()
         self._staleness: int | None = 0
         self._wire: Wire | None = None  # how rows travel
         self._averages = False  # or sums gradients, which are then of a mean already
         self._failed = ""
         self._gone: int | None = None  # who trains, without whom no update is complete any more
-        self._waiting: list[Waiting] = []  # for updates
+        self._waiting = Waiting()  # for updates
         self._holder: int | None = None  # who lets nothing be changed just now
         self._answers: dict[str, Callable[[int, Message], Any]] = {
             "make": self._make,
@@ -57,6 +58,7 @@ class TableServer:
             "pull": self._pull,
             "stage": self._stage,
             "sums": self._sums,
+            "gather": self._gather,
             "push": self._push,
             "read": self._read,
             "changed": self._changed,
@@ -107,7 +109,7 @@ class TableServer:
                     f"{form.dtype}{list(form.shape)}: give more servers, or larger ones"
                 ) from error
         dense = message.fields.get("dense")
-        programs = {one: message.arrays[f"dense/{one}"] for one in ("begin", "update")} if dense else {}
+        programs = {one: message.arrays[f"dense/{one}"] for one in DensePrograms._fields} if dense else {}
         self._dense = DensePart(DenseForm.from_told(dense, programs)) if dense else None
         self.run = str(message.fields["run"])
         self._staleness = message.fields.get("staleness", 0)
@@ -145,6 +147,7 @@ class TableServer:
         """Waits for the update behind so many others."""
         self._failed = ""
         self._updates.begin(step)
+        self._agreements.forget()
         self._answer_waiting()
 
     def _pull(self, rank: int, message: Message) -> Any:
@@ -154,9 +157,7 @@ class TableServer:
         """
         wanted = int(message.fields.get("at_least", 0))
         if wanted > self._updates.step:
-            if self._gone is not None:
-                return packed("lost", {"worker": self._gone - self.size})
-            return self._later(wanted, rank, message)
+            return self._later(wanted, rank, message) if self._gone is None else self._lost(self._gone)
         found: dict[str, NDArray[Any]] = {}
         since = int(message.fields["since"])
         for name in message.fields["tables"]:
@@ -166,7 +167,7 @@ class TableServer:
                 changed = shard.moved_since(ids, since)
                 found[f"{name}/changed"], ids = changed, ids[changed]
             found |= packed_rows(shard.pull(ids), name, self._wire)
-        if self._dense is not None:
+        if self._dense is not None and message.fields.get("reads") != "rows":
             found |= {f"dense/{at}": value for at, value in enumerate(self._dense.values())}
         return packed("rows", {"step": self._updates.step}, found)
 
@@ -183,9 +184,30 @@ class TableServer:
                 f"sums of step {message.fields['step']} were asked of server {self.number}, where {len(update.given)} "
                 f"of {self._num_workers} have staged their gradients: expected all of them first"
             )
-        moving = [(shard, shard.admitted(ids, gradients)) for shard, ids, gradients in update.summed()]
-        pairs = [(at, shard.sums(gradients)) for at, (shard, gradients) in enumerate(moving)]
-        return packed("sums", {}, {f"{number}/{at}": one for number, sums in pairs for at, one in enumerate(sums)})
+        return packed("sums", {}, sums_of_rows(update.summed()))
+
+    def _gather(self, rank: int, message: Message) -> Any:
+        """Takes the gradients of an update, and answers, when all have given theirs, with the sums over their mean.
+
+        Of one that was taken already it tells by what. `members` asks for the mean of these alone.
+        """
+        step = int(message.fields["step"])
+        if self._updates.is_early(step) and self._gone is None:
+            return self._later(self._updates.step + 1, rank, message)
+        if self._updates.is_taken(rank, step):
+            return packed("taken", *self._agreements.of(step).told())
+        update = self._update_of(rank, message)
+        if rank not in update.given:
+            update.give(rank, self._gradients(message), self._dense_gradients(message))
+            self._answer_waiting()
+        if not self._updates.is_given(update, step):
+            lost = self._gone if self._gone not in update.given else None
+            return self._later(0, rank, message) if lost is None else self._lost(lost)
+        members = message.fields.get("members", sorted(update.given))
+        return packed("sums", {"members": members}, sums_of_all(update.of_members(members), self._having_dense()))
+
+    def _lost(self, rank: int) -> Any:
+        return packed("lost", {"worker": rank - self.size})
 
     def _push(self, rank: int, message: Message) -> Any:
         """Takes an update of rows; one that was taken already is not taken again."""
@@ -194,18 +216,17 @@ class TableServer:
         step, fields, arrays = int(message.fields["step"]), message.fields, message.arrays
         if self._updates.is_early(step) and self._gone is None:
             return self._later(self._updates.step + 1, rank, message)
-        if self._updates.is_taken(rank, step) or self._gone is not None:
+        if self._updates.is_taken(rank, step) or (self._gone is not None and not fields.get("members")):
             return packed("pushed", {"step": self._updates.step})
         update = self._update_of(rank, message)
         if rank not in update.told:
             if not fields["staged"]:
-                given, dense = self._gradients(message), self._dense_gradients(message)
-                update.give(rank, given)
-                update.dense[rank] = dense
+                update.give(rank, self._gradients(message), self._dense_gradients(message))
             elif rank not in update.given:
                 raise ArgumentError(
                     f"gradients of step {step} were not staged on server {self.number}: expected them first"
                 )
+            update.members = fields.get("members")
             pairs = enumerate(fields["num_numbers"])
             update.told[rank] = [[arrays[f"{number}/{at}"].copy() for at in range(count)] for number, count in pairs]
         self._take_complete(rank, step)
@@ -216,6 +237,8 @@ class TableServer:
         try:
             while (whole := self._updates.complete(rank, step)) is not None:
                 self._take(whole)
+                if self._staleness is not None:
+                    self._agreements.keep(self._updates.step, whole)
                 self._updates.took(rank, step)
         finally:
             self._answer_waiting()
@@ -224,14 +247,10 @@ class TableServer:
         """Moves rows by an update that is complete; when that fails midway the tables are not gone on with."""
         step = self._updates.step
         try:
+            update = update if update.members is None else update.of_members(update.members)
             given = update.mean() if self._averages else update.summed()
-            if self._dense is None:
-                numbers = next(iter(update.told.values()))
-            else:
-                *gradients, loss = update.mean_of_dense()
-                sums = {shard.form.name: shard.sums(rows) for shard, _, rows in given}
-                found = self._dense.move(gradients, loss, sums)
-                numbers = [found.get(shard.form.name, []) for shard, _, _ in given]
+            told = next(iter(update.told.values()))
+            numbers = told if self._dense is None else moved_whole(self._dense, update, given)
             for (shard, ids, gradients), told in zip(given, numbers, strict=True):
                 shard.push(ids, gradients, told, step)
         except BaseException as error:
@@ -245,25 +264,11 @@ class TableServer:
     # What waits
 
     def _later(self, step: int, rank: int, message: Message) -> "Future[Any]":
-        self._waiting.append(Waiting(step, rank, message, Future()))
-        return self._waiting[-1].answer
+        return self._waiting.add(step, rank, message)
 
     def _answer_waiting(self) -> None:
-        """Answers what has waited for what is now; what has to wait on takes its place again."""
-        waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            if one.step > self._updates.step and self._gone is None and not self._failed:
-                self._waiting.append(one)
-                continue
-            try:
-                found = self.answer(one.rank, one.message)
-            except Exception as error:  # noqa: BLE001 (that of one request: who has asked raises it)
-                one.answer.set_exception(error)
-                continue
-            if isinstance(found, Future):
-                self._waiting[-1] = one
-            else:
-                one.answer.set_result(found)
+        is_due = self._gone is not None or bool(self._failed)
+        self._waiting.answer(self.answer, lambda step: is_due or step <= self._updates.step)
 
     def lose(self, rank: int) -> None:
         """Goes on without one who trained; where updates take all, who waits for them is told. **Arguments:** its rank.

@@ -1,7 +1,7 @@
 """Updates that not all have pushed yet, and when one is taken."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
@@ -22,7 +22,7 @@ Given = list[tuple[AnyShard, NDArray[Any], NDArray[Any]]]
 """Gradients of tables: ids, all different, and `[m, D]`."""
 
 
-class Waiting(NamedTuple):
+class _Request(NamedTuple):
     """A request that is answered when so many updates were taken. **Fields:** of it; `answer`: that will be."""
 
     step: int
@@ -31,23 +31,72 @@ class Waiting(NamedTuple):
     answer: "Future[Any]"
 
 
+@final
+class Waiting:
+    """Requests that are answered later."""
+
+    def __init__(self) -> None:
+        self._requests: list[_Request] = []
+
+    def add(self, step: int, rank: int, message: Message) -> "Future[Any]":
+        """Returns what will answer a request. **Arguments:** `step`: when so many updates were taken."""
+        self._requests.append(_Request(step, rank, message, Future()))
+        return self._requests[-1].answer
+
+    def answer(self, answer: Callable[[int, Message], Any], is_due: Callable[[int], bool]) -> None:
+        """Answers what has waited for what is now; what has to wait on takes its place again.
+
+        **Arguments:** `answer`: a request of a rank. `is_due`: whether those are asked again that wait for so many
+        updates.
+        """
+        requests, self._requests = self._requests, []
+        for one in requests:
+            if not is_due(one.step):
+                self._requests.append(one)
+                continue
+            try:
+                found = answer(one.rank, one.message)
+            except Exception as error:  # noqa: BLE001 (that of one request: who has asked raises it)
+                one.answer.set_exception(error)
+                continue
+            if isinstance(found, Future):
+                self._requests[-1] = one
+            else:
+                one.answer.set_result(found)
+
+
 @dataclass
 class Update:
     """An update of one step.
 
     **Fields:** by who has pushed it `given`: gradients of each table, `told`: the numbers by which they move rows, and
-    `dense`: gradients of variables that a server has whole, and the loss.
+    `dense`: gradients of variables that a server has whole, and the loss. `members`: whose gradients count, where all
+    servers have agreed on that; None: of all who have pushed. `sums`: over all given, once somebody has asked for them.
     """
 
     given: dict[int, Given] = field(default_factory=dict[int, Given])
     told: dict[int, list[list[NDArray[Any]]]] = field(default_factory=dict[int, list[list[NDArray[Any]]]])
     dense: dict[int, list[NDArray[Any]]] = field(default_factory=dict[int, list[NDArray[Any]]])
+    members: list[int] | None = None
+    sums: dict[str, NDArray[Any]] | None = None
     _total: Given | None = None
 
-    def give(self, rank: int, given: Given) -> None:
+    def of_members(self, members: Sequence[int]) -> "Update":
+        """Returns it as if these alone had given gradients. **Raises:** `ArgumentError` where one has not."""
+        if lacking := sorted({*members} - self.given.keys()):
+            raise ArgumentError(
+                f"an update counts the gradients of the ranks {[*members]}, and those of {lacking} are not here: "
+                f"expected all servers to have them; begin anew from the last checkpoint"
+            )
+        if len(members) == len(self.given):
+            return self
+        given = {rank: self.given[rank] for rank in members}
+        return Update(given, self.told, {rank: self.dense[rank] for rank in members}, self.members)
+
+    def give(self, rank: int, given: Given, dense: list[NDArray[Any]] | None = None) -> None:
         """Takes the gradients of somebody, in place of those that it has given before."""
-        self.given[rank] = given
-        self._total = None
+        self.given[rank], self.dense[rank] = given, dense or []
+        self._total = self.sums = None
 
     def summed(self) -> Given:
         """Returns the gradients of all who have given some, in their order, each row once."""
@@ -132,11 +181,22 @@ class Updates:
             )
         return self._coming.setdefault(self._key(rank, step), Update())
 
+    def is_given(self, update: Update, step: int) -> bool:
+        """Returns whether all whose gradients an update takes have given them, and it is the next one."""
+        if self._staleness is None:
+            return True
+        return step == self.step and len(update.given.keys() - self._absent) >= self._num_workers - len(self._absent)
+
     def complete(self, rank: int, step: int) -> Update | None:
-        """Returns the next update that all have pushed, or None. **Arguments:** who has pushed what just now."""
+        """Returns the next update that all have pushed, or one has for all, or None.
+
+        **Arguments:** who has pushed what just now.
+        """
         found = self._coming.get(self._key(rank, step if self._staleness is None else self.step))
         if found is None or (self._staleness is None and rank not in found.told):
             return None
+        if found.members is not None:
+            return found
         missing = self._num_workers - len(self._absent)
         there = len(found.told.keys() - self._absent)
         return found if self._staleness is None or (there >= missing and found.told) else None

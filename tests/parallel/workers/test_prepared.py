@@ -1,0 +1,143 @@
+"""Rows that workers pull ahead: the same bits where updates take all, and as late as they may be otherwise."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braidax.parallel as bx
+from braidax.errors import ArgumentError
+from braidax.gang import LocalGang
+from tests.parallel.workers.teams import (
+    BATCH,
+    OPTIMIZERS,
+    assert_close,
+    batches,
+    dense_loss,
+    init,
+    loss,
+    make_step,
+    own_part,
+    sampled,
+    team,
+)
+
+NUM_STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def gang() -> Iterator[LocalGang]:
+    with LocalGang(2) as gang:
+        yield gang
+
+
+def trained(gang: LocalGang, workers: int, optimizer: str, fn: Any, ahead: int) -> Any:
+    """Returns losses and parameters of the first worker. **Arguments:** `ahead`: by how many batches."""
+
+    def work(number: int, seat: Any) -> Any:
+        with make_step(seat, optimizer=optimizer, size=BATCH // workers, fn=fn) as step:
+            state, losses, pull, pulled = step.init(jax.random.key(0)), list[float](), step._pull, list[Any]()
+            step._pull = lambda ids: pulled.append(ids) or pull(ids)
+            data = [own_part(batch, number, workers) for batch in batches(NUM_STEPS)]
+            data = jax.device_put(data, jax.devices()[0])
+            for coming in data[:ahead]:
+                step.prepare(coming)
+            comings = [*data[ahead:], *[None] * ahead] if ahead else [None] * NUM_STEPS
+            for batch, coming in zip(data, comings, strict=True):
+                state, metrics = step.update(state, batch, coming=coming)
+                losses.append(float(metrics["loss"]))
+            assert len(pulled) == (0 if ahead else NUM_STEPS)
+            return losses, step.params()
+
+    return team(gang, workers, work)[0]
+
+
+@pytest.mark.parametrize(
+    ("workers", "optimizer", "fn"), [(2, "adagrad", loss), (2, "adam", sampled), (1, "clipped", sampled)]
+)
+def test_no_bit_changes(gang: LocalGang, workers: int, optimizer: str, fn: Any) -> None:
+    """Adagrad moves the rows of a batch, Adam all of them in each step."""
+    losses, params = trained(gang, workers, optimizer, fn, 0)
+    for ahead in (1, 3):
+        found, others = trained(gang, workers, optimizer, fn, ahead)
+        assert found == losses
+        assert_close(others, params, exactly=True)
+
+
+def test_others_move_rows_in_the_meantime(gang: LocalGang) -> None:
+    """A worker that has prepared all, beside one that has prepared nothing: as if neither had."""
+
+    def work(number: int, seat: Any, *, is_ahead: bool) -> Any:
+        with make_step(seat, optimizer="adagrad", size=BATCH // 2) as step:
+            state = step.init(jax.random.key(0))
+            data = jax.device_put([own_part(batch, number, 2) for batch in batches(NUM_STEPS)], jax.devices()[0])
+            if is_ahead and number == 0:
+                for batch in data:
+                    step.prepare(batch)
+            for batch in data:
+                state, _ = step.update(state, batch)
+            return step.params(), step.staleness
+
+    wanted, _ = team(gang, 2, lambda *seat: work(*seat, is_ahead=False))[0]
+    for params, staleness in team(gang, 2, lambda *seat: work(*seat, is_ahead=True)):
+        assert_close(params, wanted, exactly=True)
+        assert staleness == {0: NUM_STEPS}
+
+
+@pytest.mark.parametrize(("staleness", "optimizer"), [(1, "adagrad"), (None, "adam")])
+def test_variables_lack_the_last_update(staleness: int | None, optimizer: str) -> None:
+    """Each batch is read before the one before it is trained: by all variables as they were two updates ago."""
+
+    def plain(params: Any, batch: Any) -> Any:
+        return sampled(params, batch, jax.random.key(1))
+
+    with LocalGang(1) as gang, make_step(gang, bx.ParameterServers(staleness), optimizer=optimizer, fn=plain) as step:
+        state, losses = step.init(jax.random.key(0)), list[float]()
+        params: Any = jax.tree.map(jnp.asarray, step.params())
+        late, kept = params, OPTIMIZERS[optimizer].init(params)
+        data = jax.device_put(batches(NUM_STEPS), jax.devices()[0])
+        for batch, coming in zip(data, [*data[1:], None], strict=True):
+            if coming is not None:
+                step.prepare(coming)
+                step._pulling.wait()
+            state, metrics = step.update(state, batch)
+            losses.append(float(metrics["loss"]))
+            step.finish()
+        assert step.staleness == {0: 1, 1: NUM_STEPS - 1}
+        for number, batch in enumerate(data):
+            expected, gradients = jax.value_and_grad(plain)(late, batch)
+            np.testing.assert_allclose(losses[number], expected, rtol=1e-5)
+            late = params
+            moves, kept = OPTIMIZERS[optimizer].update(gradients, kept, params)
+            params = jax.tree.map(jnp.add, params, moves)
+        assert_close(step.params(), params)
+
+
+def test_what_lacks_more_than_it_may_is_asked_for_again() -> None:
+    with LocalGang(1) as gang, make_step(gang, bx.ParameterServers(staleness=1), optimizer="adagrad") as step:
+        state, data = step.init(jax.random.key(0)), jax.device_put(batches(4), jax.devices()[0])
+        for batch in data:
+            step.prepare(batch)
+        step._pulling.wait()
+        for batch in data:
+            state, _ = step.update(state, batch)
+            step.finish()
+        assert step.staleness == {0: 3, 1: 1}
+
+
+def test_what_cannot_be_prepared() -> None:
+    with LocalGang(1) as gang, make_step(gang) as step:
+        step.init(jax.random.key(0))
+        with pytest.raises(ArgumentError, match="batch has a leaf of type ndarray, which could be changed before it"):
+            step.prepare(batches(1)[0])
+        with pytest.raises(ArgumentError, match="batch/ids"):
+            step.prepare(batches(1, BATCH + 1)[0])
+    with LocalGang(1) as gang, make_step(gang, fn=dense_loss) as step:
+        state, (batch, coming) = step.init(jax.random.key(0)), jax.device_put(batches(2), jax.devices()[0])
+        state, _ = step.update(state, batch, coming=coming)
+        state, _ = step.update(state, coming)
+        assert int(state.step) == 2
+        assert init(jax.random.key(0)).keys() == step.params().keys()
