@@ -84,6 +84,12 @@ class TableForm:
         """Numbers in a row."""
         return math.prod(self.shape[1:])
 
+    @property
+    def of_row(self) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Shapes and dtypes of what servers have of a row: its values, flat, and what is kept."""
+        of_kept = [(tuple(one.shape), np.dtype(jax.numpy.dtype(one.dtype))) for one in self.kept]
+        return [((self.width,), np.dtype(jax.numpy.dtype(self.dtype))), *of_kept]
+
 
 JOINS: dict[str, np.ufunc] = {"add": np.add, "and": np.logical_and, "or": np.logical_or}
 """How sums over rows are put together."""

@@ -111,7 +111,7 @@ class Moving:
                         yield _Block(name, one.source, rows, place)
 
     def _copy(self, block: _Block) -> None:
-        places = self._part.shard_of_all(block.table).lying(block.place)
+        shard = self._part.shard_of_all(block.table)
         if block.source in self._own:
             found: Sequence[NDArray[Any]] = self._own[block.source].shard_of_all(block.table).lying(block.rows)
         else:
@@ -120,11 +120,10 @@ class Moving:
             found = [arrays[str(at)] for at in range(len(arrays))]
             with self._lock:
                 self.num_bytes += sum(one.nbytes for one in found)
-        told, expected = ([(one.shape, one.dtype) for one in some] for some in (found, places))
+        told, expected = [(one.shape, one.dtype) for one in found], shard.lying_forms(_length(block.place))
         if told != expected:
             raise CommError(f"rows of {block.table} came as {told}, expected {expected} of a server of this version")
-        for place, one in zip(places, found, strict=True):
-            place[:] = one
+        shard.lay(block.place, found)
 
     def _found(self, source: int, kind: str, fields: Mapping[str, Any]) -> Message:
         """Asks whoever of those that have a former part is there."""
