@@ -62,15 +62,17 @@ def main() -> int:
         if quick:
             disk_case(report, Path.cwd(), limit_bytes=256 << 20, size=4_096, rounds=2, orders=(BY_FREQUENCY,))
             model = models.lm1b(500_000, 64, 64)
-            disk_steps_case(report, Path.cwd(), model, limit_bytes=512 << 20, warm=4, count=4, rounds=2)
+            sizes = {"num_rows": 3 * 500_000, "limit_bytes": 512 << 20}
+            disk_steps_case(report, Path.cwd(), model, **sizes, warm=4, count=4, rounds=2)
         else:
             disk_case(report, Path.cwd(), limit_bytes=1 << 30, size=32_768, rounds=12)
             model = models.lm1b(8_388_608, 64, 512)  # two tables, 4 GiB of values
-            disk_steps_case(report, Path.cwd(), model, limit_bytes=1 << 30, warm=80, count=12, rounds=6)
+            sizes = {"num_rows": 3 * 8_388_608, "limit_bytes": 1 << 30}
+            disk_steps_case(report, Path.cwd(), model, **sizes, warm=80, count=12, rounds=6)
     if "delta" in wanted:
         say("delta")
-        sizes = (10_000, 2_048) if quick else (1_000_000, 32_768)
-        delta_case(report, num_rows=sizes[0], size=sizes[1], widths=(32, 64))
+        num_rows, size = (10_000, 2_048) if quick else (1_000_000, 32_768)
+        delta_case(report, num_rows=num_rows, size=size, widths=(32, 64))
     if options.plot and counted:
         draw(report.rows, counted, options.plot)
     return report.finish()

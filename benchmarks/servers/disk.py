@@ -25,6 +25,7 @@ DISK, MEMORY = "on disk", "in memory"
 TIMES, EXPONENT, WIDTH = 4, 1.05, 64
 BY_FREQUENCY, HASHED = "ids by frequency", "ids hashed"
 _BATCHES, _BLOCK = 8, 1 << 16
+_OTHER_BYTES = 192 << 20  # JAX, programs and messages of a server
 
 
 def disk_case(
@@ -54,8 +55,8 @@ def disk_case(
                 report.missing(case, MEMORY, "there is nothing to compare it with")
                 break
             tables = {
-                DISK: stack.enter_context(_Table(place, num_rows, DISK, group.add)),
-                MEMORY: stack.enter_context(_Table(place, num_rows, MEMORY, lambda _: None)),
+                name: stack.enter_context(_Table(place, num_rows, name, rows_bytes(limit_bytes, num_rows), begun))
+                for name, begun in {DISK: group.add, MEMORY: lambda _: None}.items()
             }
             for table in tables.values():
                 table.take(warm)
@@ -63,6 +64,11 @@ def disk_case(
             for name, seconds in take_turns(systems, rounds=rounds).items():
                 report.add(case, name, "time", "ms", [1e3 * one for one in seconds], at=at)
             report.add(case, DISK, "memory taken", "MiB", [group.peak_bytes / (1 << 20)], at=at)
+
+
+def rows_bytes(limit_bytes: int, num_rows: int) -> int:
+    """Returns the memory for rows, of all that a server may take. **Arguments:** `num_rows`: of all tables."""
+    return limit_bytes - _OTHER_BYTES - 9 * num_rows  # 8 for each: the step that has moved it last
 
 
 def zipf_ids(num_rows: int, shape: tuple[int, int], *, hashed: bool) -> NDArray[np.int32]:
@@ -78,8 +84,8 @@ def zipf_ids(num_rows: int, shape: tuple[int, int], *, hashed: bool) -> NDArray[
 class _Table:
     """A process with a table. **Arguments:** `place`: has the ids, and the rows on disk. `begun`: is told its pid."""
 
-    def __init__(self, place: str, num_rows: int, where: str, begun: Callable[[int], None]) -> None:
-        command = [sys.executable, "-m", "benchmarks.servers.disk", place, str(num_rows), where]
+    def __init__(self, place: str, num_rows: int, where: str, memory_bytes: int, begun: Callable[[int], None]) -> None:
+        command = [sys.executable, "-m", "benchmarks.servers.disk", place, str(num_rows), where, str(memory_bytes)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         begun(self._process.pid)
         self._ask("begin")
@@ -108,11 +114,12 @@ class _Table:
         self._process.wait()
 
 
-def _serve(place: str, num_rows: int, where: str) -> None:
+def _serve(place: str, num_rows: int, where: str, memory_bytes: int) -> None:
     """Has a table. What it imports and takes counts: it begins when it is told to."""
     sys.stdin.readline()
     from benchmarks.servers.applying import table_of
     from braidax.parallel.served.batch_rows import BatchRows
+    from braidax.parallel.served.files.disk_rows import OnDisk
     from braidax.parallel.served.on_servers.shard import Shard
     from braidax.parallel.served.row_memory import aligned
 
@@ -121,11 +128,12 @@ def _serve(place: str, num_rows: int, where: str) -> None:
     gradients = np.random.default_rng(1).normal(size=(size, WIDTH)).astype(np.float32)
     room = aligned((size, WIDTH), np.float32)
     with ThreadPoolExecutor(num_cores()) as threads:
-        shard = Shard(table_of(num_rows), 0, 1, threads, place if where == DISK else None)
+        disk = OnDisk(place, memory_bytes) if where == DISK else None
+        shard = Shard(table_of(num_rows), 0, 1, threads, disk)
         for start in range(0, num_rows, _BLOCK):
             part = slice(start, min(start + _BLOCK, num_rows))
             values = np.full((part.stop - part.start, WIDTH), 0.5, np.float32)
-            shard.put(start, values, [leaf[part] for leaf in shard.kept])
+            shard.put(start, values, shard.lying(part)[1:-1])
         print("ready", flush=True)
         for line in sys.stdin:
             seconds = 0.0
@@ -141,4 +149,4 @@ def _serve(place: str, num_rows: int, where: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    _serve(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

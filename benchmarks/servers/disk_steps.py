@@ -13,7 +13,7 @@ import jax
 import braidax as bx
 from benchmarks.harness import Report, models, take_turns
 from benchmarks.harness.memory import NoLimitError, memory_limit
-from benchmarks.servers.disk import DISK, MEMORY
+from benchmarks.servers.disk import DISK, MEMORY, rows_bytes
 from benchmarks.servers.recovering import own_pid
 from benchmarks.servers.steps import make_step, placed
 from braidax.gang import LocalGang
@@ -23,12 +23,20 @@ _AHEAD = 4  # batches whose rows are pulled while others are trained
 
 
 def disk_steps_case(
-    report: Report, folder: Path, model: models.Model, *, limit_bytes: int, warm: int, count: int, rounds: int
+    report: Report,
+    folder: Path,
+    model: models.Model,
+    *,
+    num_rows: int,
+    limit_bytes: int,
+    warm: int,
+    count: int,
+    rounds: int,
 ) -> None:
     """Measures steps of a device beside one server.
 
-    **Arguments:** `folder`: on the disk. `limit_bytes`: for all that the server takes whose tables are there. `warm`:
-    steps before. `count`: steps that are timed together, each with a new batch.
+    **Arguments:** `folder`: on the disk. `num_rows`: of all tables. `limit_bytes`: for all that the server takes whose
+    tables are there. `warm`: steps before. `count`: steps that are timed together, each with a new batch.
     """
     case = f"disk, steps, {model.name}, memory limit {limit_bytes >> 20:,} MiB"
     with tempfile.TemporaryDirectory(dir=folder, prefix=".braidax-disk-") as place, ExitStack() as stack:
@@ -39,7 +47,8 @@ def disk_steps_case(
             report.not_measured("disk", ">= 0.5", str(error))
             return
         found: dict[str, _Training] = {}
-        for name, served in {DISK: Served(disk=place), MEMORY: Served()}.items():
+        memory_bytes = rows_bytes(limit_bytes, num_rows)
+        for name, served in {DISK: Served(disk=place, memory_bytes=memory_bytes), MEMORY: Served()}.items():
             gang = stack.enter_context(LocalGang(1))
             if name == DISK:
                 group.add(gang.run(own_pid)[0])

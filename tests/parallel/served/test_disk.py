@@ -3,9 +3,6 @@
 import errno
 import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,8 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.errors import ArgumentError, CallFailed
 from braidax.gang import LocalGang
 from braidax.parallel.rows import row_adagrad
-from braidax.parallel.served.files.row_files import RowFiles
+from braidax.parallel.served.files.disk_rows import OnDisk
+from braidax.parallel.served.files.row_files import BlockFile
 from braidax.parallel.served.on_servers.shard import Shard
 from tests.parallel.models import copied, make_mesh, specs
 from tests.parallel.served.test_server import OPTIMIZERS, ROWS, WIDTH, form_of
@@ -30,7 +28,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": (optax.adam(1e-2), {}),
     "row_adagrad": (optax.sgd(0.1), {"row_optimizers": {"params/table": row_adagrad(0.1)}}),
 }
-FORMS = [((300, 5), np.dtype(np.float32)), ((300,), np.dtype(np.int64)), ((0, 4), np.dtype(jnp.bfloat16))]
 
 
 def make_step(case: str, gang: LocalGang, disk: str | None) -> Any:
@@ -83,7 +80,7 @@ def test_training_is_that_of_memory_and_checkpoints_fit_both(tmp_path: Path, cas
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_rows_of_a_shard_are_those_of_memory(tmp_path: Path, optimizer: str) -> None:
     form, random = form_of(OPTIMIZERS[optimizer]), np.random.default_rng(0)
-    shards = [Shard(form, 1, 2), Shard(form, 1, 2, disk=str(tmp_path))]
+    shards = [Shard(form, 1, 2), Shard(form, 1, 2, disk=OnDisk(str(tmp_path), 1 << 20))]
     key = np.asarray(jax.random.key_data(jax.random.key(4)))
     for shard in shards:
         shard.bear(key)
@@ -94,66 +91,31 @@ def test_rows_of_a_shard_are_those_of_memory(tmp_path: Path, optimizer: str) -> 
             shard.push(ids, gradients, [], step)
     for shard in shards:
         shard.settle_all(shard.shared)
-    one, two = ([shard.values, *shard.kept, shard.touched] for shard in shards)
+    one, two = (shard.lying(slice(None)) for shard in shards)
     assert_same(one, two)
     for shard in shards:
         shard.close()
         shard.close()
-        assert shard.num_rows == len(shard.values) == 0
-
-
-def test_arrays_are_zeros_that_lie_apart(tmp_path: Path) -> None:
-    files = RowFiles(str(tmp_path), FORMS, "rows")
-    assert [(one.shape, one.dtype) for one in files.arrays] == FORMS
-    assert not any(one.any() for one in files.arrays)
-    files.arrays[0][:] = 1
-    assert not files.arrays[1].any()
-    ids = np.random.default_rng(0).permutation(300)
-    files.fetch(files.arrays[:2], ids)
-    np.testing.assert_array_equal(files.arrays[0], 1)
-    files.close()
-
-
-# A server's part that trains until it is killed.
-_CHILD = """
-import sys
-import numpy as np
-from braidax.parallel.served.files.row_files import RowFiles
-files = RowFiles(sys.argv[1], [((1 << 20, 16), np.dtype(np.float32))], "rows")
-print("ready", flush=True)
-while True:
-    files.arrays[0][np.random.randint(0, 1 << 20, 100)] += 1
-"""
-
-
-def test_a_killed_server_leaves_nothing(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", _CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        assert list(tmp_path.iterdir()) == []
-        assert str(tmp_path) in Path(f"/proc/{child.pid}/maps").read_text()
-        os.kill(child.pid, signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
-    assert list(tmp_path.iterdir()) == []
+        assert shard.num_rows == len(shard.values) == len(shard.touched) == 0
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"disk='.*none' of Served, on .*, for rows: expected a folder.*; make it"):
-        RowFiles(str(tmp_path / "none"), FORMS, "rows")
+        BlockFile(str(tmp_path / "none"), 3, 4096, "rows")
     (tmp_path / "file").touch()
     with pytest.raises(ArgumentError, match=r"in which this process may write, got: .*Not a directory"):
-        RowFiles(str(tmp_path / "file"), FORMS, "rows")
+        BlockFile(str(tmp_path / "file"), 3, 4096, "rows")
 
 
 def test_a_folder_that_cannot_be_written_to() -> None:
     with pytest.raises(ArgumentError, match=r"disk='/proc' of Served.*in which this process may write"):
-        RowFiles("/proc", FORMS, "rows")
+        BlockFile("/proc", 3, 4096, "rows")
 
 
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where others have taken what was free a moment ago."""
     with pytest.raises(OSError, match=r"rows: 1,125,899,906,842,624 bytes are needed, and [\d,]+ are free") as caught:
-        RowFiles(str(tmp_path), [((1 << 30, 1 << 18), np.dtype(np.float32))], "rows")
+        BlockFile(str(tmp_path), 1 << 38, 4096, "rows")
     assert caught.value.errno == errno.ENOSPC
 
     def full(*_: Any) -> None:
@@ -161,7 +123,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match=r"\(No space left on device\); give more servers, or a folder on a larger disk"):
-        RowFiles(str(tmp_path), FORMS, "rows")
+        BlockFile(str(tmp_path), 3, 4096, "rows")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,3 +157,9 @@ def test_parallelize_says_what_a_server_lacks_and_the_gang_goes_on(tmp_path: Pat
 def test_what_is_no_path(disk: Any, unchecked: None) -> None:
     with pytest.raises(ArgumentError, match=r"disk=.*: expected the path of a folder, a text, or None for memory"):
         bx.Served(disk=disk)
+
+
+@pytest.mark.parametrize("memory_bytes", [0, -1, (1 << 20) - 1])
+def test_memory_that_is_none(memory_bytes: int) -> None:
+    with pytest.raises(ArgumentError, match=r"memory_bytes=.*: expected a number of bytes for rows on disk, 1,048,576"):
+        bx.Served(disk="rows", memory_bytes=memory_bytes)

@@ -145,7 +145,7 @@ def test_c_refuses_what_would_leave_its_buffers() -> None:
                 call(table, np.array([at]), row)
     for call in (binding.take, binding.put):
         with pytest.raises(ValueError, match="a row for each id"):
-            call(table, ids, np.zeros(5, np.float32), 12)
+            call(table, ids, np.zeros(5, np.float32), 12, 12)
     for call in (take_rows, put_rows):  # rows of another table, which would fit twice as many
         with pytest.raises(ValueError, match="a row for each id"):
             call(np.zeros((4, 4), np.float32), ids, np.ones((1, 2), np.float32))
@@ -160,8 +160,26 @@ def test_c_refuses_what_would_leave_its_buffers() -> None:
     for wrong in ((row, slots, sums, 3, 4, 2, 1), (row[:0], slots, sums, 3, 4, 0, 2), (row, slots, sums, 4, 4, 0, 1)):
         with pytest.raises(ValueError, match="slots of sums"):
             binding.sum(*wrong)
+    memory, frame, none = np.zeros((2, 4096), np.uint8), np.zeros(1, np.int64), np.full(1, -1)
+    far = np.full(1, 1 << 60)
+    for wrong in (
+        (4096, frame + 2, none, frame, 0, 1),
+        (4096, frame - 1, none, frame, 0, 1),
+        (4096, frame, far, none, 0, 1),
+        (4096, frame, none, far, 0, 1),
+        (4096, frame, none, none, 0, 2),
+        (4096, frame, none, np.zeros(2, np.int64), 0, 1),
+        (0, frame, none, frame, 0, 1),
+    ):
+        with pytest.raises(ValueError, match="frames of the memory, and blocks of the file"):
+            binding.exchange(0, -1, memory.reshape(-1), *wrong)
+    for queue in (0, binding.open_queue()):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            binding.exchange(queue, -1, memory.reshape(-1), 4096, frame, none, frame, 0, 1)
+        binding.close_queue(queue)
     assert not table.any()
     assert not sums.any()
+    assert not memory.any()
 
 
 def test_memory_lies_where_xla_reads_it_in_place() -> None:

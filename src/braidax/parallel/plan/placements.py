@@ -13,6 +13,7 @@ Hops = Literal["ahead", "in place"]
 Backward = Literal["again", "kept"]
 Wire = Literal["bfloat16", "int8"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
+_LEAST_MEMORY = 1 << 20
 
 
 @runtime_checkable
@@ -106,11 +107,11 @@ class Served:
     `spares`: how many servers have nothing at first. `ServedStep.resize` lets them have rows, and with copies they take
     the place of a server that is lost: they copy what it had from others. `disk`: a folder on the host of each server,
     in whose file system it keeps its rows, and what the optimizer keeps of them, in files without a name that are gone
-    with it; memory then has those that are used most. None: all are in memory. No number depends on it. `wire`: how
-    rows that are pulled and gradients of rows that are pushed travel. "bfloat16": in half the bytes. "int8": in a
-    quarter, with one scale a row. None: as they are. Servers keep rows as they are; what a gradient loses is added to
-    the row's next one (error feedback: 1-bit SGD, Seide et al. 2014). `seen`: of which ids servers have rows, of each
-    table; None: of all.
+    with it. None: all are in memory. No number depends on it. `memory_bytes`: of a server, for those of its rows on
+    disk that are used most; besides, each row on disk takes about nine bytes. `wire`: how rows that are pulled and
+    gradients of rows that are pushed travel. "bfloat16": in half the bytes. "int8": in a quarter, with one scale a row.
+    None: as they are. Servers keep rows as they are; what a gradient loses is added to the row's next one (error
+    feedback: 1-bit SGD, Seide et al. 2014). `seen`: of which ids servers have rows, of each table; None: of all.
     """
 
     staleness: int = 0
@@ -119,6 +120,7 @@ class Served:
     disk: str | None = None
     wire: Wire | None = None
     seen: Seen | None = None
+    memory_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         if self.wire is not None and self.wire not in WIRES:
@@ -130,12 +132,22 @@ class Served:
             )
         if self.disk is not None and not (isinstance(self.disk, str) and self.disk):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentError(f"disk={self.disk!r}: expected the path of a folder, a text, or None for memory")
+        if self.memory_bytes < _LEAST_MEMORY:
+            raise ArgumentError(
+                f"memory_bytes={self.memory_bytes}: expected a number of bytes for rows on disk, {_LEAST_MEMORY:,} or "
+                f"more"
+            )
         if self.copies < 1:
             raise ArgumentError(f"copies={self.copies}: expected a number of servers, 1 or more")
         if self.spares < 0:
             raise ArgumentError(f"spares={self.spares}: expected a number of servers, 0 or more")
         if self.staleness < 0:
             raise ArgumentError(f"staleness={self.staleness}: expected a number of updates, 0 or more")
+
+    @property
+    def on_disk(self) -> tuple[str, int] | None:
+        """The folder of rows, and the memory for some of them of one part of the tables, in bytes."""
+        return None if self.disk is None else (self.disk, self.memory_bytes // self.copies)
 
     def refine(self, layout: Layout, axis: Axis) -> Layout:
         """Takes the variable off the devices."""

@@ -85,6 +85,16 @@ class TableForm:
         """Numbers in a row."""
         return math.prod(self.shape[1:])
 
+    @property
+    def of_row(self) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Shapes and dtypes of what servers have of a row: its values, flat, and what is kept."""
+        of_kept = [(tuple(one.shape), np.dtype(jax.numpy.dtype(one.dtype))) for one in self.kept]
+        return [((self.width,), np.dtype(jax.numpy.dtype(self.dtype))), *of_kept]
+
+    def most_rows(self, part: int, parts: int) -> int:
+        """Returns how many rows a part may come to have; all it has where the table does not grow."""
+        return len(range(part, self.shape[0], parts)) if self.seen is None else -(-self.seen.capacity // parts)
+
 
 JOINS: dict[str, np.ufunc] = {"add": np.add, "and": np.logical_and, "or": np.logical_or}
 """How sums over rows are put together."""

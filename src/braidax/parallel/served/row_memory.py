@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from braidax.bindings import import_binding
 from braidax.cores import usable_cores
+from braidax.errors import ArgumentError
 
 _ALIGNMENT = 64
 _FEW = 16384  # rows that are not worth a second thread
@@ -37,7 +38,7 @@ def take_rows(table: NDArray[Any], ids: NDArray[np.integer[Any]], out: NDArray[A
     if (binding := compiled()) is None:
         np.take(table, ids, axis=0, out=out, mode="clip")  # not "raise", which would copy them once more
     else:
-        binding.take(table, _int64(ids), out, _row_bytes(table))
+        binding.take(table, _int64(ids), out, _row_bytes(table), _row_bytes(table))
 
 
 def put_rows(table: NDArray[Any], ids: NDArray[np.integer[Any]], rows: NDArray[Any]) -> None:
@@ -45,7 +46,27 @@ def put_rows(table: NDArray[Any], ids: NDArray[np.integer[Any]], rows: NDArray[A
     if (binding := compiled()) is None:
         table[ids] = rows
     else:
-        binding.put(table, _int64(ids), np.ascontiguousarray(rows, table.dtype), _row_bytes(table))
+        given = np.ascontiguousarray(rows, table.dtype)
+        binding.put(table, _int64(ids), given, _row_bytes(table), _row_bytes(table))
+
+
+def take_at(memory: NDArray[np.uint8], places: NDArray[np.int64], out: NDArray[Any]) -> None:
+    """Copies rows that lie anywhere. **Arguments:** `places`: `[m]`, of the first bytes of rows in `memory`. `out`:
+    `[m, …]`."""
+    if (binding := compiled()) is None:
+        width = _row_bytes(out)
+        out[:] = memory[places[:, None] + np.arange(width)].view(out.dtype).reshape(out.shape)
+    else:
+        binding.take(memory, places, out, _row_bytes(out), 1)
+
+
+def put_at(memory: NDArray[np.uint8], places: NDArray[np.int64], rows: NDArray[Any]) -> None:
+    """Undoes `take_at`. **Arguments:** `rows`: `[m, …]`, contiguous."""
+    if (binding := compiled()) is None:
+        width = _row_bytes(rows)
+        memory[places[:, None] + np.arange(width)] = rows.reshape(len(rows), -1).view(np.uint8).reshape(-1, width)
+    else:
+        binding.put(memory, places, rows, _row_bytes(rows), 1)
 
 
 def _int64(ids: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
@@ -121,6 +142,16 @@ def move_by_adagrad(
     binding.adagrad(*given, *first)
     for one in moving:
         one.result()
+
+
+def check_rows(ids: NDArray[Any], name: str, num_rows: int, told: str) -> None:
+    """Raises `ArgumentError` for what is no numbers of rows. **Arguments:** `told`: who has how many."""
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ArgumentError(f"{name} is {ids.dtype}{list(ids.shape)}, expected integers [m]")
+    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < num_rows):
+        raise ArgumentError(
+            f"{name} has rows {int(ids.min())} to {int(ids.max())}, and {told}: expected 0 <= row < {num_rows}"
+        )
 
 
 @cache

@@ -6,10 +6,16 @@
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 
+#include <errno.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
+#if defined(__linux__)
+#include <linux/aio_abi.h>
+#include <sys/syscall.h>
+#endif
 
 /* The same numbers whatever the processor has: no sum of products is rounded once where another rounds it twice. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -36,13 +42,14 @@ static inline void copy(char *to, const char *from, size_t width) {
     else memcpy(to, from, width);
 }
 
-/* Copies rows from the table, or to it. Returns whether all ids are of its rows. */
-static int move(char *table, size_t num_rows, const int64_t *ids, size_t count, char *rows, size_t width, int to_table) {
+/* Copies rows from the table, or to it: row `id` begins `id * unit` bytes behind its first. Returns whether all are in it. */
+static int move(char *table, size_t size, size_t unit, const int64_t *ids, size_t count, char *rows, size_t width,
+                int to_table) {
     for (size_t i = 0; i < count; i++)
-        if ((uint64_t)ids[i] >= num_rows) return 0;
+        if (ids[i] < 0 || size < width || (uint64_t)ids[i] > (size - width) / unit) return 0;
     for (size_t i = 0; i < count; i++) {
-        if (i + AHEAD < count) ask_for(table + (size_t)ids[i + AHEAD] * width, width, to_table);
-        char *one = table + (size_t)ids[i] * width;
+        if (i + AHEAD < count) ask_for(table + (size_t)ids[i + AHEAD] * unit, width, to_table);
+        char *one = table + (size_t)ids[i] * unit;
         if (to_table) copy(one, rows + i * width, width);
         else copy(rows + i * width, one, width);
     }
@@ -51,13 +58,13 @@ static int move(char *table, size_t num_rows, const int64_t *ids, size_t count, 
 
 static PyObject *moved(PyObject *arguments, const char *format, int to_table) {
     Py_buffer table, ids, rows;
-    unsigned width; /* bytes of a row */
-    if (!PyArg_ParseTuple(arguments, format, &table, &ids, &rows, &width)) return NULL;
+    unsigned width, unit; /* bytes of a row, and from a row to the next */
+    if (!PyArg_ParseTuple(arguments, format, &table, &ids, &rows, &width, &unit)) return NULL;
     size_t count = (size_t)ids.len / 8;
-    int valid = width && ids.len % 8 == 0 && (size_t)rows.len == count * width && (size_t)table.len % width == 0;
+    int valid = width && unit && ids.len % 8 == 0 && (size_t)rows.len == count * width && (size_t)table.len % unit == 0;
     if (valid) {
         Py_BEGIN_ALLOW_THREADS
-        valid = move(table.buf, (size_t)table.len / width, ids.buf, count, rows.buf, width, to_table);
+        valid = move(table.buf, (size_t)table.len, unit, ids.buf, count, rows.buf, width, to_table);
         Py_END_ALLOW_THREADS
     }
     if (!valid) PyErr_SetString(PyExc_ValueError, "expected a row for each id, and ids of rows of the table");
@@ -70,12 +77,12 @@ static PyObject *moved(PyObject *arguments, const char *format, int to_table) {
 
 static PyObject *take(PyObject *self, PyObject *arguments) {
     (void)self;
-    return moved(arguments, "y*y*w*I", 0);
+    return moved(arguments, "y*y*w*II", 0);
 }
 
 static PyObject *put(PyObject *self, PyObject *arguments) {
     (void)self;
-    return moved(arguments, "w*y*y*I", 1);
+    return moved(arguments, "w*y*y*II", 1);
 }
 
 /* Adds some numbers of each row, [first, end), to those of its sum, row by row. Returns whether all slots are of sums.
@@ -326,7 +333,166 @@ static PyObject *take_away(PyObject *self, PyObject *arguments) {
     return in_map(arguments, "w*y*y*w*", REMOVE);
 }
 
+/* Reads or writes all of a block. Returns 0, or what went wrong. */
+static int transfer(int file, char *block, size_t size, int64_t number, int writes) {
+    for (size_t done = 0; done < size;) {
+        off_t at = (off_t)number * (off_t)size + (off_t)done;
+        ssize_t some = writes ? pwrite(file, block + done, size - done, at) : pread(file, block + done, size - done, at);
+        if (some < 0 && errno == EINTR) continue;
+        if (some < 0) return errno;
+        if (some == 0) return ENODATA;
+        done += (size_t)some;
+    }
+    return 0;
+}
+
+typedef struct {
+    char *memory;
+    size_t size; /* of a block */
+    const int64_t *frames, *outgoing, *incoming;
+} blocks;
+
+static int exchange_each(int file, const blocks *of, size_t first, size_t end) {
+    int failed = 0;
+    for (size_t i = first; !failed && i < end; i++) {
+        char *frame = of->memory + (size_t)of->frames[i] * of->size;
+        if (of->outgoing[i] >= 0) failed = transfer(file, frame, of->size, of->outgoing[i], 1);
+        if (!failed && of->incoming[i] >= 0) failed = transfer(file, frame, of->size, of->incoming[i], 0);
+    }
+    return failed;
+}
+
+#if defined(__linux__)
+#define DEPTH 192 /* transfers that a disk is given at a time */
+
+static void prepare(struct iocb *one, int file, const blocks *of, size_t i, int writes, size_t slot) {
+    memset(one, 0, sizeof *one);
+    one->aio_data = slot;
+    one->aio_lio_opcode = writes ? IOCB_CMD_PWRITE : IOCB_CMD_PREAD;
+    one->aio_fildes = (uint32_t)file;
+    one->aio_buf = (uint64_t)(uintptr_t)(of->memory + (size_t)of->frames[i] * of->size);
+    one->aio_nbytes = of->size;
+    one->aio_offset = (writes ? of->outgoing[i] : of->incoming[i]) * (int64_t)of->size;
+}
+
+/* As exchange_each, by a queue of the kernel. Whatever fails, nothing is under way any more when it returns. */
+static int exchange_queued(aio_context_t queue, int file, const blocks *of, size_t first, size_t end) {
+    struct iocb some[DEPTH], *ready[DEPTH];
+    struct io_event events[DEPTH];
+    size_t which[DEPTH], idle[DEPTH], num_idle = DEPTH, num_ready = 0, under_way = 0, next = first;
+    int failed = 0;
+    for (size_t slot = 0; slot < DEPTH; slot++) idle[slot] = slot;
+    while (under_way || (!failed && (num_ready || next < end))) {
+        while (!failed && num_idle && next < end) {
+            if (of->outgoing[next] >= 0 || of->incoming[next] >= 0) {
+                size_t slot = idle[--num_idle];
+                which[slot] = next;
+                prepare(&some[slot], file, of, next, of->outgoing[next] >= 0, slot);
+                ready[num_ready++] = &some[slot];
+            }
+            next++;
+        }
+        if (!failed && num_ready) {
+            long sent = syscall(SYS_io_submit, queue, (long)num_ready, ready);
+            if (sent < 0 && errno != EINTR && !(errno == EAGAIN && under_way)) failed = errno;
+            if (sent > 0) {
+                memmove(ready, ready + sent, (num_ready - (size_t)sent) * sizeof *ready);
+                num_ready -= (size_t)sent;
+                under_way += (size_t)sent;
+            }
+        }
+        if (!under_way) continue;
+        long found = syscall(SYS_io_getevents, queue, 1L, (long)DEPTH, events, NULL);
+        if (found < 0 && errno != EINTR) return errno; /* no queue of this process */
+        for (long at = 0; at < found; at++) {
+            size_t slot = (size_t)events[at].data, i = which[slot];
+            int writes = some[slot].aio_lio_opcode == IOCB_CMD_PWRITE;
+            under_way--;
+            idle[num_idle++] = slot;
+            if (failed) continue;
+            if (events[at].res < 0) failed = (int)-events[at].res;
+            else if ((size_t)events[at].res != of->size) /* the rest, or why there is none */
+                failed = transfer(file, of->memory + (size_t)of->frames[i] * of->size, of->size,
+                                  writes ? of->outgoing[i] : of->incoming[i], writes);
+            if (!failed && writes && of->incoming[i] >= 0) {
+                num_idle--;
+                prepare(&some[slot], file, of, i, 0, slot);
+                ready[num_ready++] = &some[slot];
+            }
+        }
+    }
+    return failed;
+}
+#endif
+
+/* Opens a queue of the kernel, and returns it; 0 where there is none. */
+static PyObject *open_queue(PyObject *self, PyObject *arguments) {
+    (void)self;
+    (void)arguments;
+    unsigned long long found = 0;
+#if defined(__linux__)
+    aio_context_t queue = 0;
+    if (syscall(SYS_io_setup, (long)DEPTH, &queue) == 0) found = queue;
+#endif
+    return PyLong_FromUnsignedLongLong(found);
+}
+
+static PyObject *close_queue(PyObject *self, PyObject *arguments) {
+    (void)self;
+    unsigned long long queue;
+    if (!PyArg_ParseTuple(arguments, "K", &queue)) return NULL;
+#if defined(__linux__)
+    Py_BEGIN_ALLOW_THREADS
+    syscall(SYS_io_destroy, (aio_context_t)queue);
+    Py_END_ALLOW_THREADS
+#endif
+    Py_RETURN_NONE;
+}
+
+/* Frames of memory get other blocks of a file: what is outgoing is written, then what is incoming is read; -1 is none.
+ * By a queue many are under way at a time; 0 is none, and each waits for the one before it. */
+static PyObject *exchange(PyObject *self, PyObject *arguments) {
+    (void)self;
+    Py_buffer memory, frames, outgoing, incoming;
+    int file, failed = 0;
+    unsigned long long queue;
+    Py_ssize_t size, first, end;
+    if (!PyArg_ParseTuple(arguments, "Kiw*ny*y*y*nn", &queue, &file, &memory, &size, &frames, &outgoing, &incoming,
+                          &first, &end))
+        return NULL;
+    Py_ssize_t count = frames.len / 8, num_frames = size > 0 ? memory.len / size : 0;
+    int valid = size > 0 && frames.len % 8 == 0 && outgoing.len == frames.len && incoming.len == frames.len &&
+                0 <= first && first <= end && end <= count;
+    const int64_t *to = frames.buf, *out = outgoing.buf, *in = incoming.buf;
+    for (Py_ssize_t i = first; valid && i < end; i++)
+        valid = to[i] >= 0 && to[i] < num_frames && out[i] < INT64_MAX / size && in[i] < INT64_MAX / size;
+    if (valid) {
+        blocks of = {memory.buf, (size_t)size, to, out, in};
+        Py_BEGIN_ALLOW_THREADS
+#if defined(__linux__)
+        if (queue) failed = exchange_queued((aio_context_t)queue, file, &of, (size_t)first, (size_t)end);
+        else
+#endif
+            failed = exchange_each(file, &of, (size_t)first, (size_t)end);
+        Py_END_ALLOW_THREADS
+    }
+    if (!valid) PyErr_SetString(PyExc_ValueError, "expected frames of the memory, and blocks of the file for each");
+    if (failed) {
+        errno = failed;
+        PyErr_SetFromErrno(PyExc_OSError);
+    }
+    PyBuffer_Release(&memory);
+    PyBuffer_Release(&frames);
+    PyBuffer_Release(&outgoing);
+    PyBuffer_Release(&incoming);
+    if (!valid || failed) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"exchange", exchange, METH_VARARGS, NULL},
+    {"open_queue", open_queue, METH_NOARGS, NULL},
+    {"close_queue", close_queue, METH_VARARGS, NULL},
     {"find", find, METH_VARARGS, NULL},
     {"insert", insert, METH_VARARGS, NULL},
     {"remove", take_away, METH_VARARGS, NULL},

@@ -5,8 +5,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-def take(table: NDArray[Any], ids: NDArray[np.int64], rows: NDArray[Any], width: int, /) -> None: ...
-def put(table: NDArray[Any], ids: NDArray[np.int64], rows: NDArray[Any], width: int, /) -> None: ...
+def take(table: NDArray[Any], ids: NDArray[np.int64], rows: NDArray[Any], width: int, unit: int, /) -> None: ...
+def put(table: NDArray[Any], ids: NDArray[np.int64], rows: NDArray[Any], width: int, unit: int, /) -> None: ...
+def open_queue() -> int: ...
+def close_queue(queue: int, /) -> None: ...
+def exchange(
+    queue: int,
+    file: int,
+    memory: NDArray[np.uint8],
+    size: int,
+    frames: NDArray[np.int64],
+    outgoing: NDArray[np.int64],
+    incoming: NDArray[np.int64],
+    first: int,
+    end: int,
+    /,
+) -> None: ...
 def sum(
     rows: NDArray[Any],
     slots: NDArray[np.int32],

@@ -35,9 +35,9 @@ class Servers:
 
     **Arguments:** `joined`: their world. `forms`: of the tables, by name. `staleness`: how many updates one who trains
     may be ahead of another; None: each push is an update by itself. `copies`: how many servers have each part of a
-    table. `spares`: how many servers have none at first. `disk`: the folder in which servers keep tables; None is
-    memory. `wire`: how rows travel. `dense`: by server what it has whole, where those who train have nothing; gradients
-    are then averaged.
+    table. `spares`: how many servers have none at first. `disk`: the folder in which servers keep tables, and the bytes
+    of memory for some rows of a part of them; None is memory. `wire`: how rows travel. `dense`: by server what it has
+    whole, where those who train have nothing; gradients are then averaged.
 
     **Raises:** `ArgumentError`; what servers raise that have no room.
     """
@@ -50,7 +50,7 @@ class Servers:
         staleness: int | None = 0,
         copies: int = 1,
         spares: int = 0,
-        disk: str | None = None,
+        disk: tuple[str, int] | None = None,
         wire: Wire | None = None,
         dense: Sequence[DenseForm] = (),
     ) -> None:

@@ -79,7 +79,7 @@ class ServedStep:
             staleness=placement.staleness,
             copies=placement.copies,
             spares=placement.spares,
-            disk=placement.disk,
+            disk=placement.on_disk,
             wire=placement.wire,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")

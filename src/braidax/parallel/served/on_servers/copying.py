@@ -60,6 +60,6 @@ def copied_again(shard: Shard, fields: Mapping[str, Any]) -> Any:
     moved, looked = shard.changed(since, start, most)
     ids = moved * shard.size + shard.rank
     moved, ids = moved[ids % among == to], ids[ids % among == to]
-    rows = [leaf[moved] for leaf in shard.lying(slice(None))]
+    rows = shard.lying_at(moved)
     there = np.asarray(ids // among, np.int64)
     return packed("rows", {"looked": looked}, {"ids": there, **{str(at): leaf for at, leaf in enumerate(rows)}})

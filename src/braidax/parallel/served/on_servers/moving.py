@@ -7,16 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, final
 
+import numpy as np
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError, CommError, PeerLost
+from braidax.parallel.served.row_memory import check_rows
 from braidax.parallel.served.wire import Message, packed, unpacked
 
 from .copying import progressions
 from .moving_seen import MovingSeen, SeenBlock
 from .seen_shard import SeenShard
 from .server import TableServer
-from .shard import check_rows
 
 _BLOCK_BYTES = 16 << 20  # a message
 _NUM_ASKED = 4  # blocks under way
@@ -150,15 +151,14 @@ class Moving:
             with self._lock:
                 self.num_bytes += 0 if block.source in self._own else num_bytes
             return
-        places = self._part.shard_of_all(block.table).lying(block.place)
+        shard = self._part.shard_of_all(block.table)
         if block.source in self._own:
             found: Sequence[NDArray[Any]] = self._own[block.source].shard_of_all(block.table).lying(block.rows)
         else:
             rows = {"start": block.rows.start, "stop": block.rows.stop, "every": block.rows.step}
             found = self._came(block.source, self._found(block.source, "copy", {"table": block.table, **rows}))
-        _check_forms(block.table, found, places)
-        for place, one in zip(places, found, strict=True):
-            place[:] = one
+        _check_forms(block.table, found, shard.lying_forms(_length(block.place)))
+        shard.lay(block.place, found)
 
     def _copy_moved(self, name: str, source: int, since: int) -> None:
         """Copies rows once more that a gradient has moved. **Arguments:** `since`: in this step, or behind it."""
@@ -170,9 +170,8 @@ class Moving:
             answer = self._found(source, "copy again", {"table": name, **to, "start": start, "most": most})
             ids, found = answer.arrays["ids"], self._came(source, answer)
             check_rows(ids, f"rows of {name} that were moved", shard.num_rows, f"part {self._part.number} has as many")
-            _check_forms(name, found, [one[ids] for one in shard.lying(slice(None))])
-            for place, one in zip(shard.lying(slice(None)), found, strict=True):
-                place[ids] = one
+            _check_forms(name, found, shard.lying_forms(len(ids)))
+            shard.lay_at(ids, found)
             if not start < (looked := int(answer.fields["looked"])) <= num_there:
                 raise CommError(f"a server has looked at {looked} rows of {name}: expected {start + 1} to {num_there}")
             start = looked
@@ -210,9 +209,11 @@ def _before(state: Message) -> _Before:
     return _Before(int(state.fields["step"]), {name: (int(begun[name]), int(settled[name])) for name in settled})
 
 
-def _check_forms(table: str, found: Sequence[NDArray[Any]], places: Sequence[NDArray[Any]]) -> None:
-    told, expected = ([(one.shape, one.dtype) for one in some] for some in (found, places))
-    if told != expected:
+def _check_forms(
+    table: str, found: Sequence[NDArray[Any]], expected: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
+) -> None:
+    told = [(one.shape, one.dtype) for one in found]
+    if told != [*expected]:
         raise CommError(f"rows of {table} came as {told}, expected {expected} of a server of this version")
 
 

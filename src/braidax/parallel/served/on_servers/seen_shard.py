@@ -10,11 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
+from braidax.parallel.served.files.disk_rows import OnDisk
 from braidax.parallel.served.programs import TableForm
+from braidax.parallel.served.row_memory import check_rows
 
 from .entries import Entries
 from .first_rows import AbsentRows
-from .shard import Shard, check_rows
+from .shard import Shard
 
 Which = Literal["rows", "values", "counts", "ids", "changes"]
 """What is listed: rows as they lie, with what is kept of them, or as they are now; counts; which ids are there; and
@@ -46,12 +48,12 @@ class SeenShard:
     """
 
     def __init__(
-        self, form: TableForm, rank: int, size: int, threads: Executor | None = None, disk: str | None = None
+        self, form: TableForm, rank: int, size: int, threads: Executor | None = None, disk: OnDisk | None = None
     ) -> None:
         assert form.seen is not None, "others have all rows"
         self.form, self.rank, self.size, self._seen, self._threads = form, rank, size, form.seen, threads
         self.num_rows, self.begun = len(range(rank, form.shape[0], size)), 0
-        self._most = -(-form.seen.capacity // size)
+        self._most = form.most_rows(rank, size)
         self.key: NDArray[Any] = np.zeros(0, np.uint32)
         self._absent = AbsentRows(form, rank, size)
         self._known: _Coming | None = None  # of the last update that was asked about
@@ -237,7 +239,7 @@ class SeenShard:
             return {**found, "counts": self._counts[slots]}
         if which == "values":
             return {**found, "values": self._rows.pull(slots)}
-        values, *kept, _ = self._rows.lying(slots)
+        values, *kept, _ = self._rows.lying_at(slots)
         return {**found, "values": values, **{f"kept/{at}": leaf for at, leaf in enumerate(kept)}}
 
     def restart(self, key_data: NDArray[Any], shared: Sequence[Any], step: int) -> None:

@@ -18,7 +18,7 @@ from .gathered import Agreements, moved_whole, sums_of_all, sums_of_rows
 from .growing import follow_state, growing_answers, state_of
 from .seen_shard import SeenShard
 from .shard import Shard
-from .told import forms_from
+from .told import disks_of, forms_from
 from .updates import AnyShard, Given, Update, Updates, Waiting
 
 _ANEW = ("make", "bear", "load", "load dense", "restart", "put", "resume")  # what gives a server other tables
@@ -97,9 +97,11 @@ class TableServer:
 
     def _make(self, rank: int, message: Message) -> Any:
         """Makes room for the tables of a run, in place of what there was."""
-        disk, self._wire = message.fields.get("disk"), wire_from(message.fields.get("wire"))
+        self._wire = wire_from(message.fields.get("wire"))
         self.close()
-        for form in forms_from(message.fields["tables"], message.arrays):
+        forms = [*forms_from(message.fields["tables"], message.arrays)]
+        disks = disks_of(message.fields.get("disk"), forms, self.number, self.size)
+        for form, disk in zip(forms, disks, strict=True):
             where = (form, self.number, self.size, self._threads)
             try:
                 self.shards[form.name] = (Shard if form.seen is None else SeenShard)(*where, disk)
@@ -326,9 +328,10 @@ class TableServer:
         )
         part = slice(max(0, start), min(stop, shard.num_rows))
         shard.settle(part)
-        kept = {f"kept/{at}": leaf[part] for at, leaf in enumerate(shard.kept)}
+        values, *leaves, _ = shard.lying(part)
+        kept = {f"kept/{at}": leaf for at, leaf in enumerate(leaves)}
         shared = {f"shared/{at}": number for at, number in enumerate(shard.shared)}
-        return packed("rows", {"step": self._updates.step}, {"values": shard.values[part], **kept, **shared})
+        return packed("rows", {"step": self._updates.step}, {"values": values, **kept, **shared})
 
     def _changed(self, rank: int, message: Message) -> Any:
         """Reads rows that may have changed since a step, as they are now, and says which of those here they are."""

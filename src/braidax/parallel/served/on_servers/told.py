@@ -8,7 +8,9 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.errors import ArgumentError
 from braidax.parallel.plan.placements import Seen
+from braidax.parallel.served.files.disk_rows import OnDisk, disk_bytes, shares
 from braidax.parallel.served.programs import KeptForm, Programs, TableForm
 
 
@@ -37,3 +39,16 @@ def forms_from(tables: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDArray
         adagrad = None if fields["adagrad"] is None else (float(fields["adagrad"][0]), float(fields["adagrad"][1]))
         joins = tuple(fields["joins"])
         yield TableForm(fields["name"], spec, kept, int(fields["num_shared"]), joins, programs, adagrad, seen)
+
+
+def disks_of(told: Any, forms: Sequence[TableForm], part: int, parts: int) -> list[OnDisk | None]:
+    """Returns where the rows of tables are, and the memory that each gets. **Arguments:** `told`: a folder and bytes of
+    memory for a part of all tables, as a message says; None is memory for all rows. **Raises:** `ArgumentError`."""
+    if told is None:
+        return [None] * len(forms)
+    match told:
+        case [str(folder), int(memory_bytes)]:
+            sizes = [disk_bytes(form.most_rows(part, parts), form.of_row) for form in forms]
+            return [OnDisk(folder, share) for share in shares(memory_bytes, sizes)]
+        case _:
+            raise ArgumentError(f"disk={told!r}: expected a folder, and the bytes of memory for some of its rows")
