@@ -14,7 +14,7 @@ from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.parallel.plan.placements import Wire
 
 from .asking import Asking
-from .batch_rows import BatchRows, Rows
+from .batch_rows import BatchRows, Rows, dropped_rows
 from .compressed.feedback import Feedback
 from .compressed.travelling import unpacked_rows
 from .layouts.resizing import Resizing
@@ -66,7 +66,7 @@ class Servers:
                     f"copies={copies} of Served, and there are {self.num_servers} servers"
                     f"{f' and {spares} spare ones' if spares else ''}: expected as many at least"
                 )
-            self._feedback = Feedback(forms, wire)
+            self._feedback = Feedback(forms, wire, self._asking.num_ranks)
             self._workers = self._world.split(1) if self._num_workers > 1 else None
             more = {"staleness": staleness, "disk": disk, "wire": wire}
             make = functools.partial(self._making, *described(forms), more)
@@ -210,12 +210,13 @@ class Servers:
 
         All processes call it. **Arguments:** as of `push`, which moves the rows.
         """
-        sent = self._sent(batch, gradients)
+        sent = self._sent(batch, gradients, step)
         self._asking.ask_all(
             lambda part: self._asking.packed("stage", part, *self._gradients(batch, sent, step, part)), of="all"
         )
         self.meet()
         answers = self._asking.ask_all(lambda part: self._asking.packed("sums", part, {"step": step}))
+        self._feedback.keep(dropped_rows(batch, answers))
         found: dict[str, list[Any]] = {}
         for number, name in enumerate(batch):
             joins = [JOINS[join] for join in self._forms[name].joins]
@@ -240,7 +241,7 @@ class Servers:
         """
         told = {f"{at}/{one}": number for at, name in enumerate(batch) for one, number in enumerate(numbers[name])}
         more = {"num_numbers": [len(numbers[name]) for name in batch], "staged": gradients is None}
-        sent = None if gradients is None else self._sent(batch, gradients)
+        sent = None if gradients is None else self._sent(batch, gradients, step)
 
         def update(server: int) -> list[Any]:
             if sent is None:
@@ -252,13 +253,15 @@ class Servers:
                 arrays["loss"] = whole[""]
             return self._asking.packed("push", server, {**fields, **more}, {**arrays, **told})
 
-        return min(int(answer.fields["step"]) for answer in self._asking.ask_all(update, of="all"))
+        answers = self._asking.ask_all(update, of="all")
+        self._feedback.keep({})
+        return min(int(answer.fields["step"]) for answer in answers)
 
     def _sent(
-        self, batch: Mapping[str, BatchRows], gradients: Mapping[str, NDArray[Any]]
+        self, batch: Mapping[str, BatchRows], gradients: Mapping[str, NDArray[Any]], step: int
     ) -> dict[str, dict[str, NDArray[Any]]]:
         """Returns gradients as they travel, by table; all servers are told of the same."""
-        return self._feedback.packed({name: rows.unique for name, rows in batch.items()}, gradients)
+        return self._feedback.packed({name: rows.unique for name, rows in batch.items()}, gradients, step)
 
     def _gradients(
         self, batch: Mapping[str, BatchRows], sent: Mapping[str, Mapping[str, NDArray[Any]]], step: int, server: int

@@ -183,7 +183,10 @@ class TableServer:
             )
         moving = [(shard, shard.admitted(ids, gradients)) for shard, ids, gradients in update.summed()]
         pairs = [(at, shard.sums(gradients)) for at, (shard, gradients) in enumerate(moving)]
-        return packed("sums", {}, {f"{number}/{at}": one for number, sums in pairs for at, one in enumerate(sums)})
+        found = {f"{number}/{at}": one for number, sums in pairs for at, one in enumerate(sums)}
+        for number, (shard, ids, _) in enumerate(update.given.get(rank, []) if self._wire else []):
+            found |= {f"{number}/dropped": shard.dropped(ids)} if isinstance(shard, SeenShard) else {}
+        return packed("sums", {}, found)
 
     def _push(self, rank: int, message: Message) -> Any:
         """Takes an update of rows; one that was taken already is not taken again."""
