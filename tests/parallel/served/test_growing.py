@@ -223,11 +223,6 @@ def test_options(options: dict[str, Any]) -> None:
         bx.Seen(**{"capacity": 1, **options})
 
 
-def test_rows_that_grow_travel_as_they_are() -> None:
-    with pytest.raises(ArgumentError, match=r"with wire='int8': what gradients lose .* expected wire=None"):
-        bx.Served(seen=SEEN, wire="int8")
-
-
 @pytest.mark.parametrize("seen", [pytest.param(SEEN, marks=SLOW), bx.Seen(1000, admit_at=2, expire_after=3)])
 def test_training_goes_on_from_a_checkpoint(tmp_path: Path, seen: bx.Seen) -> None:
     """Saved by two servers in memory, restored to the disks of three, and to more room; lists have another length each

@@ -20,6 +20,7 @@ from braidax.errors import ArgumentError
 from braidax.gang import LocalGang
 from braidax.parallel.rows import row_adagrad
 from braidax.parallel.served.files import publishing
+from braidax.parallel.served.files.fingerprints import Fingerprints, fingerprints
 from braidax.parallel.served.files.form import Header, listed, opened
 from braidax.parallel.served.on_servers import shard as shards
 from braidax.parallel.served.on_servers.shard import Shard
@@ -104,15 +105,91 @@ def test_a_delta_is_hardly_larger_than_its_rows(gang: LocalGang, tmp_path: Path)
     assert (tmp_path / "tables-00000001.delta").stat().st_size < rows.num_rows * (rows.row_bytes + 4) + 512
 
 
-@pytest.mark.parametrize("optimizer", [optax.adam(0.1), optax.sgd(0.1, 0.9)])
-def test_rows_that_move_without_gradients_are_all_written(gang: LocalGang, tmp_path: Path, optimizer: Any) -> None:
-    with make_step(gang, optimizer=optimizer) as step:
-        state = step.init(jax.random.key(0))
-        for batch in BATCHES[:3]:
+@pytest.mark.parametrize("name", ["adam", pytest.param("momentum", marks=pytest.mark.slow), "decay"])
+def test_rows_that_moved_without_gradients_are_written_too(
+    gang: LocalGang, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are others than in the file before, and no others; all of them where most are."""
+    monkeypatch.setattr(publishing, "_BLOCK_BYTES", 256)
+    optimizer = {"adam": optax.adam(0.1), "momentum": optax.sgd(0.1, 0.9), "decay": optax.adamw(0.1)}[name]
+    with make_step(gang, optimizer=optimizer, spares=1) as step:
+        state, expected = step.init(jax.random.key(0)), list[int]()
+        step.publish(tmp_path)
+        follower = bx.Published(tmp_path)
+        before, touched = follower.tables["table"].copy(), set[int]()
+        for number, batch in enumerate([*BATCHES[:5], BATCHES[4]]):
+            state, _ = step.update(state, batch)
+            touched |= {*batch["ids"].tolist()}
+            if number == 2:
+                step.resize(3)
+            step.publish(tmp_path)
+            assert_published(tmp_path, step, follower)
+            expected.append(int((step.table("table") != before).any(1).sum()))
+            before = step.table("table")
+    found, kinds = [one.tables[0].num_rows for one in headers(tmp_path)[1:]], [one.kind for one in headers(tmp_path)]
+    if name == "decay":
+        assert kinds == ["base", "delta", *["base"] * 5]
+        assert found == [ROWS] * 6
+    else:
+        assert kinds == ["base", *["delta"] * 6]
+        assert found == expected
+        assert 16 < max(found) <= len(touched) < ROWS // 2
+
+
+def test_rows_that_rest_by_now_are_not_written_again(gang: LocalGang, tmp_path: Path) -> None:
+    """What momentum makes of a row without gradients is less than a bit of it after some time."""
+    with make_step(gang, optimizer=optax.sgd(0.1, 0.5)) as step:
+        state, _ = step.update(step.init(jax.random.key(0)), BATCHES[0])
+        step.publish(tmp_path)
+        for _ in range(40):
+            state, _ = step.update(state, BATCHES[1])
+        step.publish(tmp_path)
+        for _ in range(3):
+            state, _ = step.update(state, BATCHES[1])
+        step.publish(tmp_path)
+        assert_published(tmp_path, step)
+    num_both = len(np.unique([one["ids"] for one in BATCHES[:2]]))
+    last = len(np.unique(BATCHES[1]["ids"]))
+    assert [one.tables[0].num_rows for one in headers(tmp_path)] == [ROWS, num_both, last]
+    assert last < num_both
+
+
+def test_rows_that_grow_and_move_are_written_as_they_change(gang: LocalGang, tmp_path: Path) -> None:
+    """Rows that are there, those that are others than before, and those that are gone."""
+    with make_step(gang, optimizer=optax.adam(0.1), seen=bx.Seen(ROWS, expire_after=3)) as step:
+        state, before = step.init(jax.random.key(0)), dict[int, bytes]()
+        step.publish(tmp_path)
+        follower, changed = bx.Published(tmp_path), list[tuple[int, int]]()
+        for batch in [*BATCHES[:6], BATCHES[5], BATCHES[5], BATCHES[5], BATCHES[5]]:
             state, _ = step.update(state, batch)
             step.publish(tmp_path)
-            assert_published(tmp_path, step)
-    assert [one.kind for one in headers(tmp_path)] == ["base"] * 3
+            ids, rows = step.seen_rows("table")
+            now = {one: row.tobytes() for one, row in zip(ids.tolist(), rows, strict=True)}
+            changed.append((sum(before.get(one) != row for one, row in now.items()), len({*before} - {*now})))
+            before = now
+            follower.refresh()
+            for found in (follower, bx.Published(tmp_path)):
+                np.testing.assert_array_equal(found.seen["table"].ids, ids)
+                assert found.seen["table"].rows.tobytes() == rows.tobytes()
+    told = [(one.kind, one.tables[0].num_rows, one.tables[0].num_gone) for one in headers(tmp_path)[1:]]
+    kinds = [kind for kind, _, _ in told]
+    assert {"base", "delta"} == {*kinds}
+    assert [(rows, gone) for kind, rows, gone in told if kind == "delta"] == [
+        one for one, kind in zip(changed, kinds, strict=True) if kind == "delta"
+    ]
+
+
+def test_fingerprints_tell_rows_apart() -> None:
+    rows = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
+    first = Fingerprints(None)
+    order = np.random.default_rng(1).permutation(1000)
+    assert first.differ(order[:600], rows[order[:600]]).all()
+    assert first.differ(order[600:], rows[order[600:]]).all()
+    again, others = Fingerprints(first.known()), rows.copy()
+    others[7, 1] = np.nextafter(others[7, 1], np.float32(9))
+    np.testing.assert_array_equal(np.flatnonzero(again.differ(np.arange(1000), others)), [7])
+    assert Fingerprints(again.known()).differ(np.array([7, 2000]), others[[7, 7]]).tolist() == [False, True]
+    assert len(np.unique(fingerprints(rows), axis=0)) == 1000
 
 
 def test_rows_that_were_put_anew_are_all_written(gang: LocalGang, tmp_path: Path) -> None:

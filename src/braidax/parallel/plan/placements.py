@@ -125,11 +125,6 @@ class Served:
     def __post_init__(self) -> None:
         if self.wire is not None and self.wire not in WIRES:
             raise ArgumentError(f'wire={self.wire!r}: expected "bfloat16", "int8", or None for rows as they are')
-        if self.seen is not None and self.wire is not None:
-            raise ArgumentError(
-                f"seen={self.seen} with wire={self.wire!r}: what gradients lose on their way would be kept for all "
-                f"rows that there may be: expected wire=None"
-            )
         if self.disk is not None and not (isinstance(self.disk, str) and self.disk):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentError(f"disk={self.disk!r}: expected the path of a folder, a text, or None for memory")
         if self.memory_bytes < _LEAST_MEMORY:

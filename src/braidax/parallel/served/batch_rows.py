@@ -1,6 +1,6 @@
 """Which rows of a table the devices of this process read in a batch, and who has them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, Literal, NamedTuple, final
 
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .row_memory import sum_rows
+from .wire import Message
 
 Reads = Literal["all", "rows"]
 """What is read for a batch: rows, and variables that servers have whole, or rows alone."""
@@ -101,3 +102,14 @@ class BatchRows:
             places = self._places[part]
             total[places] += gradients[: len(places)]
         return total
+
+
+def dropped_rows(batch: Mapping[str, BatchRows], answers: Sequence[Message]) -> dict[str, NDArray[np.bool_]]:
+    """Returns by table that grows which gradients servers drop. **Arguments:** `answers`: of `sums`, by part."""
+    found: dict[str, NDArray[np.bool_]] = {}
+    for number, (name, rows) in enumerate(batch.items()):
+        for server, answer in enumerate(answers):
+            if (dropped := answer.arrays.get(f"{number}/dropped")) is not None:
+                mask = found.setdefault(name, np.zeros(len(rows.unique), np.bool_))
+                rows.put(mask, server, np.ones(len(dropped), np.bool_), dropped)
+    return found

@@ -100,4 +100,5 @@ class Gathering:
         fields, arrays = gathered.told()
         told = {**fields, "step": step, "staged": True}
         answers = self._servers.ask_every("push", lambda part: (told, arrays))
+        self._servers.taken()
         return min(int(some[0].fields["step"]) for some in answers)

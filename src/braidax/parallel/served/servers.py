@@ -14,7 +14,7 @@ from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.parallel.plan.placements import Wire
 
 from .asking import Asking
-from .batch_rows import BatchRows, Reads, Rows
+from .batch_rows import BatchRows, Reads, Rows, dropped_rows
 from .compressed.feedback import Feedback
 from .compressed.travelling import unpacked_rows
 from .layouts.resizing import Resizing
@@ -68,7 +68,7 @@ class Servers:
                     f"copies={copies} of Served, and there are {self.num_servers} servers"
                     f"{f' and {spares} spare ones' if spares else ''}: expected as many at least"
                 )
-            self._feedback = Feedback(forms, wire)
+            self._feedback = Feedback(forms, wire, self._asking.num_ranks)
             self._workers = self._world.split(1) if self._num_workers > 1 else None
             more = {"staleness": staleness, "disk": disk, "wire": wire}
             make = functools.partial(self._making, *described(forms), more)
@@ -233,6 +233,7 @@ class Servers:
         self.ask_every("stage", self.of_gradients(batch, gradients, step))
         self.meet()
         answers = self._asking.ask_all(lambda part: self._asking.packed("sums", part, {"step": step}))
+        self._feedback.keep(dropped_rows(batch, answers))
         parts = [answer.arrays for answer in answers]
         return {name: joined_sums(self._forms[name].joins, at, parts) for at, name in enumerate(batch)}
 
@@ -259,7 +260,9 @@ class Servers:
             fields, arrays = ({"step": step}, {}) if of_gradients is None else of_gradients(server)
             return self._asking.packed("push", server, {**fields, **more}, {**arrays, **told})
 
-        return min(int(answer.fields["step"]) for answer in self._asking.ask_all(update, of="all"))
+        answers = self._asking.ask_all(update, of="all")
+        self.taken()
+        return min(int(answer.fields["step"]) for answer in answers)
 
     def of_gradients(
         self,
@@ -270,10 +273,9 @@ class Servers:
     ) -> Callable[[int], tuple[dict[str, Any], dict[str, Any]]]:
         """Returns what the server of a part is told of the gradients of an update: fields and arrays.
 
-        It is called once for an update: what these lose on their way is added to the next ones. **Arguments:** as of
-        `push`.
+        It is called once for an update; `taken` is called behind it. **Arguments:** as of `push`.
         """
-        sent = self._feedback.packed({name: rows.unique for name, rows in batch.items()}, gradients)
+        sent = self._feedback.packed({name: rows.unique for name, rows in batch.items()}, gradients, step)
 
         def told(server: int) -> tuple[dict[str, Any], dict[str, Any]]:
             arrays: dict[str, Any] = {}
@@ -287,6 +289,10 @@ class Servers:
             return {"tables": [*batch], "step": step}, arrays
 
         return told
+
+    def taken(self) -> None:
+        """Notes that servers have all gradients of the last update: what these lost is added to the next ones."""
+        self._feedback.keep({})
 
     # Tables as they are kept elsewhere
 

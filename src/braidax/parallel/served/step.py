@@ -321,11 +321,12 @@ class ServedStep:
     def publish(self, folder: str | os.PathLike[str]) -> None:
         """Writes the tables, as of the last update, for others who read them: `read_published`, `Published`.
 
-        The first file has all rows; each later one has those that were moved since the one before, a delta. All rows
+        The first file has all rows; each later one has those that have changed since the one before, a delta. All rows
         are written again where what has changed is not known: when another step goes on with the folder, behind `init`,
-        `from_dense` and a restored checkpoint, and of tables whose rows move without a gradient (Adam, momentum, weight
-        decay). Of a table that grows, files have the rows that are there, and deltas those that are gone. A file is
-        there once it is whole and durable. All processes call this, and process 0 writes.
+        `from_dense` and a restored checkpoint; and where most had changed at the file before, as by weight decay. Of a
+        table that grows, files have the rows that are there, and deltas those that are gone. A file is there once it is
+        whole and durable. All processes call this, and process 0 writes; where rows move without a gradient it reads
+        all of them, and keeps 24 bytes of each.
 
         **Arguments:** `folder`: a new one, an empty one, or one that was published into; this step keeps it locked.
 

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from braidax.parallel.plan.placements import Wire
 from braidax.parallel.served.programs import TableForm
-from braidax.parallel.served.row_memory import put_rows, take_rows
 
+from .lost import Lost, LostOfAll, LostOfSeen
 from .travelling import packed_rows, unpacked_rows
 
 
@@ -22,15 +22,21 @@ class Feedback:
     SGD, Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv 1901.09847). What is not finite leaves
     nothing to be added.
 
+    What an update has lost counts when servers have taken its gradients (`keep`): one that they refuse is as if it had
+    not been. Gradients that they drop, as their row is not admitted yet, leave nothing either.
+
     **Arguments:** `forms`: of the tables, by name. `wire`: as of `Served`; with None nothing is lost, and kept.
+    `num_servers`: at most.
 
     **Raises:** `MemoryError` where a table is larger than what this process may address.
     """
 
-    def __init__(self, forms: Mapping[str, TableForm], wire: Wire | None) -> None:
-        self._forms = forms
+    def __init__(self, forms: Mapping[str, TableForm], wire: Wire | None, num_servers: int) -> None:
+        self._forms, self._num_servers = forms, num_servers
         self._wire: Wire | None = wire
-        self._lost: dict[str, NDArray[np.float32]] = {}
+        self._lost: dict[str, Lost] = {}
+        self._packed: dict[str, tuple[NDArray[Any], NDArray[np.float32]]] = {}  # that servers have not taken yet
+        self._step = 0  # of these
         self.forget()
 
     def forget(self) -> None:
@@ -38,9 +44,13 @@ class Feedback:
         if self._wire is None:
             return
         self._lost.clear()
+        self._packed.clear()
         for name, form in self._forms.items():
-            try:  # of pages that nobody has written to there is none in memory
-                self._lost[name] = np.zeros((form.shape[0], form.width), np.float32)
+            if form.seen is not None:
+                self._lost[name] = LostOfSeen(form.seen, form.width, self._num_servers)
+                continue
+            try:
+                self._lost[name] = LostOfAll(form.shape[0], form.width)
             except MemoryError as error:
                 raise MemoryError(
                     f"wire={self._wire!r} keeps what gradients of {name}, {form.dtype}{list(form.shape)}, lose, and "
@@ -48,23 +58,33 @@ class Feedback:
                 ) from error
 
     def packed(
-        self, ids: Mapping[str, NDArray[Any]], gradients: Mapping[str, NDArray[Any]]
+        self, ids: Mapping[str, NDArray[Any]], gradients: Mapping[str, NDArray[Any]], step: int
     ) -> dict[str, dict[str, NDArray[Any]]]:
-        """Returns gradients as the arrays of a message, by table; who calls sends them.
+        """Returns gradients as the arrays of a message, by table; who calls sends them, and then calls `keep`.
 
-        **Arguments:** by table `ids`: `[u]`, all different, and `gradients`: `[u, D]`.
+        **Arguments:** by table `ids`: `[u]`, all different, and `gradients`: `[u, D]`. `step`: of their update.
         """
-        return {name: self._packed(name, one, gradients[name]) for name, one in ids.items()}
+        self._packed.clear()
+        self._step = step
+        return {name: self._pack(name, one, gradients[name]) for name, one in ids.items()}
 
-    def _packed(self, name: str, ids: NDArray[Any], gradients: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    def keep(self, dropped: Mapping[str, NDArray[np.bool_]]) -> None:
+        """Keeps what the gradients have lost that were packed last. **Arguments:** `dropped`: by table which of them
+        servers have dropped; those of others they have taken."""
+        for name, (ids, lost) in self._packed.items():
+            if name in dropped:
+                ids, lost = ids[~dropped[name]], lost[~dropped[name]]
+            self._lost[name].put(ids, lost, self._step)
+        self._packed.clear()
+
+    def _pack(self, name: str, ids: NDArray[Any], gradients: NDArray[Any]) -> dict[str, NDArray[Any]]:
         if self._wire is None:
             return packed_rows(gradients, "gradients", None)
-        wanted = np.empty(gradients.shape, np.float32)
-        take_rows(self._lost[name], ids, wanted)
+        wanted = self._lost[name].take(ids, self._step)
         wanted += gradients
         found = packed_rows(wanted, "gradients", self._wire)
         with np.errstate(invalid="ignore"):
             wanted -= unpacked_rows(found, "gradients", self._wire, wanted, f"gradients of {name}")
         wanted[~np.isfinite(wanted)] = 0
-        put_rows(self._lost[name], ids, wanted)
+        self._packed[name] = ids, wanted
         return found

@@ -7,7 +7,7 @@ import os
 import secrets
 import uuid
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple, final
@@ -22,6 +22,7 @@ from braidax.parallel.served.seen_rows import list_blocks
 from braidax.parallel.served.servers import Servers
 from braidax.parallel.served.wire import Message
 
+from .fingerprints import Fingerprints, Known
 from .form import LOCK_FILE, Header, PublishedRows, listed, opened, unfinished_name
 
 _BLOCK_BYTES = 16 << 20  # of rows in a message
@@ -38,6 +39,15 @@ class _Part(NamedTuple):
 
 _Seen = Mapping[str, Sequence[_Part]]
 """By table, of each part."""
+
+
+class _Written(NamedTuple):
+    """What a file has of a table. **Fields:** `rows`: with their numbers. `there`: of one that grows, which rows are
+    there. `known`: where rows move without a gradient."""
+
+    rows: PublishedRows
+    there: NDArray[np.int64]
+    known: Known | None
 
 
 @final
@@ -74,38 +84,59 @@ class Publisher:
         last = folder.last([_rows_of(form, whole=True) for form in self._forms.values()])
         known = folder.seen if last is not None and last.identity == folder.identity else {}
         tables = tuple(
-            _rows_of(form, whole=not form_rests(form) or not _follows(known.get(name), seen[name]))
+            _rows_of(form, whole=not _follows(known.get(name), seen[name]) or folder.has_changed(name))
             for name, form in self._forms.items()
         )
         number, previous = (0, "") if last is None else (last.header.number + 1, last.identity)
         header = Header(number, self._run, step, previous, _NO_CHECKSUM, tables)
         length = len(header.to_bytes())  # no number in it will have more digits
-        digest, counts, there = xxhash.xxh3_128(), dict[str, tuple[int, int]](), dict[str, NDArray[np.int64]]()
+        digest, written = xxhash.xxh3_128(), list[_Written]()
         with folder.unfinished(number) as (file, finish):
             file.seek(length)
             for rows in tables:
-                count, ids, gone = 0, list[NDArray[Any]](), np.empty(0, np.int64)
-                first = -1 if rows.is_whole else min(part.step for part in known[rows.name])
-                since = [first] * self._servers.num_servers
-                for which, values in self._rows(rows, since):
-                    count += len(values)
-                    _put(file, digest, values)
-                    ids += [which.astype(rows.ids)] if rows.ids else []
-                if rows.seen:
-                    there[rows.name] = self._ids(rows.name)
-                    gone = gone if rows.is_whole else np.setdiff1d(folder.there[rows.name], there[rows.name])
-                    ids.append(gone.astype(rows.ids))
-                for some in ids:
-                    _put(file, digest, some)
-                counts[rows.name] = count, len(gone)
-            counted = tuple(
-                replace(rows, num_rows=counts[rows.name][0], num_gone=counts[rows.name][1]) for rows in tables
-            )
-            header = replace(header, checksum=digest.hexdigest(), tables=counted)
+                name, follows = rows.name, _follows(known.get(rows.name), seen[rows.name])
+                rests = form_rests(self._forms[name])
+                first = -1 if rows.is_whole or not rests else min(part.step for part in known[name])
+                prints = None if rests else Fingerprints(folder.known.get(name) if follows else None)
+                gone = None if rows.is_whole else folder.there.get(name)
+                written.append(self._put_table(lambda array: _put(file, digest, array), rows, first, prints, gone))
+            header = replace(header, checksum=digest.hexdigest(), tables=tuple(one.rows for one in written))
             file.seek(0)
             file.write(header.to_bytes(length))
             finish(header.file_name)
-        folder.seen, folder.there, folder.identity = seen, there, header.checksum_in(length)
+        folder.seen, folder.identity = seen, header.checksum_in(length)
+        folder.there = {one.rows.name: one.there for one in written}
+        folder.known = {one.rows.name: one.known for one in written if one.known is not None}
+
+    def _put_table(
+        self,
+        put: Callable[[NDArray[Any]], None],
+        rows: PublishedRows,
+        first: int,
+        prints: Fingerprints | None,
+        were_there: NDArray[np.int64] | None,
+    ) -> _Written:
+        """Writes what a file has of a table.
+
+        **Arguments:** `first`: the step from which on rows have changed. `prints`: tells which are others, where that
+        is not known by steps. `were_there`: in the file before, of a table that grows; None where none of it counts.
+        """
+        count, ids, there, gone = 0, list[NDArray[Any]](), np.empty(0, np.int64), np.empty(0, np.int64)
+        for which, values in self._rows(rows, [first] * self._servers.num_servers):
+            if prints is not None:
+                differ = prints.differ(which, values)
+                which, values = (which, values) if rows.is_whole else (which[differ], values[differ])
+            count += len(values)
+            put(values)
+            ids += [which.astype(rows.ids)] if rows.ids else []
+        if rows.seen:
+            there = self._ids(rows.name)
+            gone = gone if were_there is None else np.setdiff1d(were_there, there)
+            ids.append(gone.astype(rows.ids))
+        for some in ids:
+            put(some)
+        told = replace(rows, num_rows=count, num_gone=len(gone))
+        return _Written(told, there, None if prints is None else prints.known())
 
     def _parts(self, form: TableForm) -> list[_Part]:
         if form.seen is not None:
@@ -133,15 +164,15 @@ class Publisher:
             ]
             answers = self._servers.ask("changed", fields.__getitem__)
             found = [(one.arrays["ids"] * size + part, one.arrays["values"]) for part, one in enumerate(answers)]
-            starts = [int(one.fields["looked"]) for one in answers]
+            starts_before, starts = starts, [int(one.fields["looked"]) for one in answers]
             if rows.ids:
                 yield from found
                 continue
-            count = sum(len(values) for _, values in found)
+            count, first = sum(len(values) for _, values in found), min(starts_before) * size
             every = np.empty((count, *found[0][1].shape[1:]), found[0][1].dtype)
             for part, (_, values) in enumerate(found):
                 every[part::size] = values  # all were asked from the same row on
-            yield np.empty(0, np.int64), every
+            yield np.arange(first, first + count), every
 
     def _ids(self, name: str) -> NDArray[np.int64]:
         """Returns which rows of a table that grows are there."""
@@ -199,7 +230,8 @@ class _Folder:
     """A folder that one step publishes into.
 
     **Fields:** `seen`: what servers had when this step has written its last file, whose checksum is `identity`.
-    `there`: which rows were there then, of tables that grow.
+    `there`: which rows were there then, of tables that grow. `known`: rows as they were then, where they move without a
+    gradient.
 
     **Raises:** `OSError`. `ArgumentError` where another one publishes there.
     """
@@ -208,6 +240,7 @@ class _Folder:
         self._path = path
         self.seen: _Seen = {}
         self.there: Mapping[str, NDArray[np.int64]] = {}
+        self.known: Mapping[str, Known] = {}
         self.identity = ""
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
@@ -228,6 +261,11 @@ class _Folder:
                 f"folder={str(path)!r}: another step publishes here: expected one at a time; close that one, or give "
                 f"another folder"
             ) from error
+
+    def has_changed(self, name: str) -> bool:
+        """Whether most rows of a table have changed from one file to the next: all are then written again, so that
+        files before may go."""
+        return name in self.known and self.known[name].is_most
 
     def _check_own(self) -> None:
         _, _, others = listed(self._path)

@@ -141,6 +141,11 @@ class SeenShard:
         coming = self._coming(ids)
         return gradients[(coming.slots >= 0) | coming.is_new]
 
+    def dropped(self, ids: NDArray[Any]) -> NDArray[np.int64]:
+        """Returns which gradients have no room. **Arguments:** `ids`: of the next update, or some of them."""
+        coming = self._known if self._known is not None and self._known.ids is ids else self._found(ids)
+        return np.flatnonzero((coming.slots < 0) & ~coming.is_new)
+
     def push(self, ids: NDArray[Any], gradients: NDArray[Any], numbers: Sequence[Any], step: int) -> None:
         """Moves rows by their gradients; new ones get room. **Arguments, Raises:** as of `Shard`, `admitted`."""
         coming = self._coming(ids)

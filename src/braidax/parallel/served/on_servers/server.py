@@ -186,7 +186,10 @@ class TableServer:
                 f"sums of step {message.fields['step']} were asked of server {self.number}, where {len(update.given)} "
                 f"of {self._num_workers} have staged their gradients: expected all of them first"
             )
-        return packed("sums", {}, sums_of_rows(update.summed()))
+        found = sums_of_rows(update.summed())
+        for number, (shard, ids, _) in enumerate(update.given.get(rank, []) if self._wire else []):
+            found |= {f"{number}/dropped": shard.dropped(ids)} if isinstance(shard, SeenShard) else {}
+        return packed("sums", {}, found)
 
     def _gather(self, rank: int, message: Message) -> Any:
         """Takes the gradients of an update, and answers, when all have given theirs, with the sums over their mean.
