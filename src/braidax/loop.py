@@ -100,13 +100,13 @@ def fit(
 
     **Arguments:** `step`: from `braidax.parallelize`; a decorated one takes `(state, batch)` and returns its metrics as
     a dict. `state`: from `step.init`, or a decorated step's; it is donated. `loader`: batches as `step` takes them; bad
-    records are counted at the end. `saver`: of several workers the first one's, whose place in the epoch all go on
-    from; restores before the first step, and is shown the state and the loader's cursor after each one; the plan is in
-    its notes. `report`: what is shown and written, nothing by default; its trace becomes that of the loader, a `Checkpointer` and stages. `test`: if given,
-    evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's `evaluate`,
-    which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told the next batch,
-    which is then taken from the loader an update earlier; by default where rows of tables are fetched ahead from
-    servers, or by devices that send while they compute, not CPUs (`Step.fetches_ahead`).
+    records are counted at the end. `saver`: of several workers the first one's; restores before the first step, of
+    workers all, and is shown the state and the loader's cursor after each one; the plan is in its notes. `report`: what
+    is shown and written, nothing by default; its trace becomes that of the loader, a `Checkpointer` and stages. `test`:
+    if given, evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's
+    `evaluate`, which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told the
+    next batch, which is then taken from the loader an update earlier; by default where rows of tables are fetched ahead
+    from servers, or by devices that send while they compute, not CPUs (`Step.fetches_ahead`).
 
     **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` when
     a batch had ids out of range, with `Hybrid(out_of_range="raise")`; `PeerLost` when a process with stages has ended.
