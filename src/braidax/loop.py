@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
 from braidax.checkpoint import Checkpointer, Preemption, Saver
 from braidax.data import Cursor, DataLoader
@@ -62,8 +63,17 @@ class HasVariables(Protocol):
         """Stands for them in a checkpoint."""
         ...
 
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether it pulls rows ahead that are never late."""
+        ...
+
     def meet(self, state: Any) -> Any:
         """Returns the state to go on with, when all workers have come."""
+        ...
+
+    def of_first(self, value: Any) -> Any:
+        """Returns the array that the first worker gives, when all have come."""
         ...
 
 
@@ -90,13 +100,13 @@ def fit(
 
     **Arguments:** `step`: from `braidax.parallelize`; a decorated one takes `(state, batch)` and returns its metrics as
     a dict. `state`: from `step.init`, or a decorated step's; it is donated. `loader`: batches as `step` takes them; bad
-    records are counted at the end. `saver`: of several workers the first one's; restores before the first step, and is
-    shown the state and the loader's cursor after each one; the plan is in its notes. `report`: what is shown and
-    written, nothing by default; its trace becomes that of the loader, a `Checkpointer` and stages. `test`: if given,
-    evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's `evaluate`,
-    which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told the next batch,
-    which is then taken from the loader an update earlier; by default where rows of tables are fetched ahead from
-    servers, or by devices that send while they compute, not CPUs (`Step.fetches_ahead`).
+    records are counted at the end. `saver`: of several workers the first one's; restores before the first step, of
+    workers all, and is shown the state and the loader's cursor after each one; the plan is in its notes. `report`: what
+    is shown and written, nothing by default; its trace becomes that of the loader, a `Checkpointer` and stages. `test`:
+    if given, evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's
+    `evaluate`, which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told the
+    next batch, which is then taken from the loader an update earlier; by default where rows of tables are fetched ahead
+    from servers, or by devices that send while they compute, not CPUs (`Step.fetches_ahead`).
 
     **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` when
     a batch had ids out of range, with `Hybrid(out_of_range="raise")`; `PeerLost` when a process with stages has ended.
@@ -142,11 +152,15 @@ def _saved(step: object, state: Any, cursor: Cursor) -> Any:
 
 def _restored(saver: Saver | None, step: object, state: Any, loader: DataLoader) -> Any:
     """Returns the state to go on with, and sets the loader to go on with it."""
-    if saver is None:
-        return step.meet(state) if isinstance(step, HasVariables) else state
     seed = loader.cursor.seed
-    state, *_, loader.cursor = saver.restore(_saved(step, state, loader.cursor))
-    state = step.meet(state) if isinstance(step, HasVariables) else state
+    if saver is not None:
+        state, *_, loader.cursor = saver.restore(_saved(step, state, loader.cursor))
+    if isinstance(step, HasVariables):
+        state = step.meet(state)
+        _, epoch, position = loader.cursor
+        has_saver, *begun = map(int, step.of_first(np.array([saver is not None, epoch, position])))
+        if has_saver and any(begun):
+            loader.cursor = Cursor(loader.cursor.seed, *begun)
     if loader.cursor.seed != seed:
         _log.warning("fit: the loader has seed=%s; the run goes on with its own, %s", seed, loader.cursor.seed)
     return state
@@ -156,7 +170,7 @@ def _is_told(step: "AnyStep", coming: Literal["auto", "known", "unknown"]) -> bo
     """Whether updates are told the coming batch. **Raises:** `ArgumentError` where they could make nothing of it."""
     if coming not in ("auto", "known", "unknown"):
         raise ArgumentError(f'coming is {coming!r}, expected "auto", "known" or "unknown"')
-    served = isinstance(step, HasTables)
+    served = isinstance(step, HasTables) or (isinstance(step, HasVariables) and step.fetches_ahead)
     fetches = served or (isinstance(step, Step) and step.fetches_ahead)
     if coming == "known" and not fetches:
         raise ArgumentError(

@@ -7,14 +7,22 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import distributed
+import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
 
 from braidax.cli import app
+from braidax.cli.tasks import make_task
+from braidax.cli.workers import Seat
+from braidax.data import DataLoader
 from braidax.gang.program import Program
+from braidax.loop import evaluate
+from braidax.parallel import DataParallel, parallelize
 from tests.gang.programs import wait_until_gone
 from tests.gang.test_launch import JOIN, SAVE, STOPS
 from tests.laws.tree import ROOT
@@ -283,3 +291,41 @@ def test_processes_that_train_together_do_what_one_does(tmp_path: Path) -> None:
     for name in ("loss", "test_loss", "test_accuracy"):
         values = ([line[name] for line in lines if name in line] for lines in (found, expected))
         np.testing.assert_allclose(*values, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_workers_of_the_launcher_train_a_task_and_go_on(tmp_path: Path) -> None:
+    """Two workers, each of its own samples, twice an epoch: one device that takes both parts of each batch."""
+    write_criteo(tmp_path / "train.txt", 40)
+    train = ["train", "dlrm", "--data", "train.txt", "--preset", "tiny", "--batch-size", "8", "--mesh", "data=1"]
+    train += ["--strategy", "data=parameter_servers", "--out", "two"]
+    for epochs in ("1", "2"):
+        launch = ["launch", "-n", "2", "--servers", "2", "--initialize", "nothing", "--", "braidax"]
+        ended = run(*launch, *train, "--epochs", epochs, folder=tmp_path)
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.count("parameters on") == 1, ended.stdout
+        assert ended.stdout.count("test accuracy") == 1, ended.stdout
+    assert "going on after step 4" in ended.stdout, ended.stdout
+    lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [*range(1, 9)]
+    found = [line["test_loss"] for line in lines if "test_loss" in line]
+    np.testing.assert_allclose(found, losses_of_one_device(tmp_path), rtol=1e-4)
+
+
+def losses_of_one_device(folder: Path) -> list[float]:
+    """Returns the test losses of the task behind each of two epochs, where one device takes the batches of both."""
+    task = make_task("dlrm", folder / "one", path=folder / "train.txt", preset="tiny", image_size=None)
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    made: dict[str, Any] = {"init": task.init, "batch": task.train.batch_spec(8), "microbatches": 2}
+    step = parallelize(task.loss, task.optimizer(4), mesh, {"data": DataParallel()}, **made)
+    state, losses = step.init(jax.random.key(0)), list[float]()
+    parts = [Seat(number, 2).own_samples(task.train) for number in range(2)]
+    loaders = [DataLoader(part, mesh, P("data"), batch_size=4, seed=0, epochs=1) for part in parts]
+    for _ in range(2):
+        for batches in zip(*loaders, strict=True):
+            both = jax.tree.map(lambda *leaves: np.stack(leaves, 1).reshape(8, *leaves[0].shape[1:]), *batches)
+            state, _ = step.update(state, both)
+        test = DataLoader(task.test, mesh, P("data"), batch_size=4, seed=None, remainder="pad", epochs=1)
+        losses.append(evaluate(step, state, test)["loss"])
+    return losses

@@ -288,8 +288,22 @@ def test_a_task_trains_with_servers_and_goes_on(tmp_path: Path, strategy: str) -
             {"BRAIDAX_SERVERS": "2"},
             "--servers 3 of braidax train, and braidax launch has started 2: say it there alone",
         ),
-        (["--strategy", "data=parameter_servers"], {"BRAIDAX_SIZE": "4"}, "--strategy parameter_servers in 4 proc"),
-        (["--strategy", "data=parameter_servers", "--processes", "2"], {}, "--strategy parameter_servers in 2 proc"),
+        (
+            ["--strategy", "data=parameter_servers"],
+            {"BRAIDAX_SIZE": "4"},
+            "--strategy parameter_servers in 4 processes,",
+        ),
+        (
+            ["--strategy", "data=parameter_servers", "--processes", "2"],
+            {},
+            "--strategy parameter_servers in 2 processes, whose servers nobody has started: expected braidax launch "
+            "--processes 2 --servers 1 --initialize nothing -- braidax train",
+        ),
+        (
+            ["--strategy", "data=parameter_servers", "--processes", "2"],
+            {"BRAIDAX_SERVERS": "2"},
+            "--strategy parameter_servers in 2 processes",
+        ),
     ],
 )
 def test_servers_that_do_not_fit_are_refused(

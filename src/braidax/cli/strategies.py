@@ -80,10 +80,10 @@ def check_servers(
         raise ArgumentError(
             f"--servers {num_servers} of braidax train, and braidax launch has started {launched}: say it there alone"
         )
-    if size > 1 and has_workers(strategies):
+    if has_workers(strategies) and size > 1 and (processes > 1 or not launched):
         raise ArgumentError(
-            f"--strategy parameter_servers in {size} processes, which braidax train does not share samples among yet: "
-            f"expected data=servers, one process, or a program of yours that gives each worker its own samples"
+            f"--strategy parameter_servers in {size} processes, whose servers nobody has started: expected braidax "
+            f"launch --processes {size} --servers 1 --initialize nothing -- braidax train …, without --processes there"
         )
 
 

@@ -5,17 +5,19 @@ import math
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import typer
 
 from braidax.checkpoint import Checkpointer, Interval
 from braidax.cli.machine import describe_mesh, make_mesh, parse_mesh
 from braidax.cli.run_options import Value, compare, keep
 from braidax.cli.strategies import check_axes, check_servers, has_servers, parse_strategies
+from braidax.cli.workers import Seat, num_updates, seat_of
 from braidax.data import DataLoader
 from braidax.errors import ArgumentError
 from braidax.gang import LocalGang
@@ -36,11 +38,13 @@ class Devices:
 
     **Fields:** `mesh`: size of each axis by name, or None. `strategies`: by axis; None: `Hybrid` for each. `servers`:
     how many there are on this host, where strategies have something on them; None: one, or those of `braidax launch`.
+    `seat`: which of several workers this is.
     """
 
     mesh: Mapping[str, int] | None = None
     strategies: Mapping[str, Strategy] | None = None
     servers: int | None = None
+    seat: Seat = field(default_factory=Seat)
 
 
 def devices_of(mesh: str | None, strategy: str | None, servers: int | None = None, *, processes: int = 1) -> Devices:
@@ -50,7 +54,8 @@ def devices_of(mesh: str | None, strategy: str | None, servers: int | None = Non
     """
     strategies = None if strategy is None else parse_strategies(strategy)
     check_servers(strategies, servers, processes, os.environ)
-    return Devices(None if mesh is None else parse_mesh(mesh), strategies, servers)
+    axes = None if mesh is None else parse_mesh(mesh)
+    return Devices(axes, strategies, servers, seat_of(strategies, os.environ))
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class _Report(Report):
 
     def update(self, metrics: Any, *, epoch: int) -> None:
         """Takes a step, as `Report` does."""
-        if not self._kept and jax.process_index() == 0:
+        if not self._kept:
             self._keep_options()
         self._kept = True
         super().update(metrics, epoch=epoch)
@@ -90,19 +95,31 @@ class _Report(Report):
 
 @dataclass(frozen=True)
 class _Run:
-    """The engines of a run, all of which record to the trace of the report."""
+    """The engines of a run, all of which record to the trace of the report. **Fields:** `seat`: which worker has them;
+    the first one alone has a `saver`."""
 
     step: Any
     loader: DataLoader
     test: DataLoader
-    saver: Checkpointer
+    saver: Checkpointer | None
     report: Report
+    seat: Seat
+
+    def say(self, message: str) -> None:
+        """Says something of all, once."""
+        if self.seat.is_first:
+            typer.echo(message)
+
+    @property
+    def num_saved(self) -> int:
+        """How many updates the newest checkpoint has seen."""
+        return 0 if self.saver is None else self.saver.num_updates
 
 
 def train(task: Task, settings: Settings, made_with: Mapping[str, Value]) -> None:
     """Trains a task from where its folder says, and says how it went; Ctrl-C ends it with `typer.Exit(130)`.
 
-    Of several processes that train together, the first one says and writes everything.
+    Of several processes that train together, and of several workers, the first one says and writes everything.
 
     **Arguments:** `made_with`: what the task was made with, by the option's name.
 
@@ -112,54 +129,64 @@ def train(task: Task, settings: Settings, made_with: Mapping[str, Value]) -> Non
         run = _begin(task, settings, made_with, stack)
         state = run.step.init(jax.random.key(run.loader.cursor.seed or 0))
         num_parameters = sum(math.prod(one.shape) for one in run.step.plan.variables)
-        _say(f"{num_parameters:,} parameters on {describe_mesh(run.step.mesh)}")
-        _say(
-            f"{run.loader.num_samples:,} samples to train and {run.test.num_samples:,} to test, "
-            f"{run.loader.epochs} epochs of {run.loader.batches_per_epoch:,} batches of {run.loader.batch_size:,}"
+        workers = f", which each of {run.seat.num_workers} workers has" if run.seat.num_workers > 1 else ""
+        run.say(f"{num_parameters:,} parameters on {describe_mesh(run.step.mesh)}{workers}")
+        num_samples, batch_size = (
+            run.seat.num_workers * one for one in (run.loader.num_samples, run.loader.batch_size)
+        )
+        run.say(
+            f"{num_samples:,} samples to train and {run.test.num_samples:,} to test, "
+            f"{run.loader.epochs} epochs of {run.loader.batches_per_epoch:,} batches of {batch_size:,}"
         )
         trace: Path | None = None
         try:
             state = fit(run.step, state, run.loader, saver=run.saver, report=run.report, test=run.test)
         except KeyboardInterrupt:
-            _say(f"interrupted after step {run.saver.num_updates}; run the same command again to go on from there")
+            run.say(f"interrupted after step {run.num_saved}; run the same command again to go on from there")
             raise typer.Exit(130) from None
         except SystemExit:
-            _say(f"stopped after step {run.saver.num_updates}; run the same command again to go on from there")
+            run.say(f"stopped after step {run.num_saved}; run the same command again to go on from there")
             raise
         finally:
-            if jax.process_index() == 0 and "step" in run.report.trace.totals():
+            if run.seat.is_first and "step" in run.report.trace.totals():
                 trace = _unused(settings.trace)
                 run.report.trace.save(trace)
         noted = {name.removeprefix("test_"): value for name, value in run.report.noted.items()}
         metrics = noted or {name: float(value) for name, value in evaluate(run.step, state, run.test).items()}
         _summarize(run, task.tell(metrics), settings, trace)
+        if run.seat.num_workers > 1:
+            run.step.meet(state)  # nobody leaves before all that was pushed is there
 
 
 def _begin(task: Task, settings: Settings, made_with: Mapping[str, Value], stack: ExitStack) -> _Run:
     batch_size = settings.batch_size or task.batch_size
     epochs = settings.epochs or task.epochs
-    num_steps = len(task.train) // batch_size * epochs
-    step = stack.enter_context(made_step(task, settings.devices, batch_size=batch_size, num_steps=num_steps))
-    saver = stack.enter_context(Checkpointer(settings.out / "checkpoints", settings.checkpoints))
+    devices, seat = settings.devices, settings.devices.seat
+    num_steps = num_updates(len(task.train) // batch_size * epochs, devices.strategies, seat)
+    own_batch = seat.own_batch(batch_size)
+    step = stack.enter_context(made_step(task, devices, batch_size=own_batch, num_steps=num_steps))
+    has_saver = seat.worker == 0
+    saver = stack.enter_context(Checkpointer(settings.out / "checkpoints", settings.checkpoints)) if has_saver else None
     options = {**made_with, "--batch-size": batch_size, "--epochs": epochs, "--seed": settings.seed}
-    compared = compare(settings.out, options, saved=saver.newest() is not None)
-    if compared.told:
-        _say(compared.told)
-    mesh = step.mesh
-    loader = DataLoader(
-        task.train, mesh, step.batch_shardings, batch_size=batch_size, seed=compared.seed, epochs=epochs
-    )
-    test = DataLoader(task.test, mesh, step.batch_shardings, batch_size=batch_size, seed=None, remainder="pad")
+    compared = compare(settings.out, options, saved=saver is not None and saver.newest() is not None)
+    seed = compared.seed if seat.num_workers == 1 else int(step.of_first(np.asarray(compared.seed)))
+    given = step.mesh, step.batch_shardings
+    loader = DataLoader(seat.own_samples(task.train), *given, batch_size=own_batch, seed=seed, epochs=epochs)
+    test = DataLoader(task.test, *given, batch_size=own_batch, seed=None, remainder="pad")
     for owner in (loader, test):
         stack.enter_context(owner)
     report = _Report(
-        lambda: keep(settings.out, {**options, "--seed": compared.seed}),
-        metrics=settings.out / "metrics.jsonl",
-        tensorboard=settings.tensorboard,
+        (lambda: keep(settings.out, {**options, "--seed": seed})) if seat.is_first else lambda: None,
+        metrics=settings.out / "metrics.jsonl" if seat.is_first else None,
+        tensorboard=settings.tensorboard if seat.is_first else None,
         trace=Trace(max_spans=_MAX_SPANS),
+        show="auto" if seat.is_first else "nothing",
     )
     _check_folder(settings.trace.parent)
-    return _Run(step, loader, test, saver, report)
+    run = _Run(step, loader, test, saver, report, seat)
+    if compared.told:
+        run.say(compared.told)
+    return run
 
 
 def _check_folder(path: Path) -> None:
@@ -228,11 +255,6 @@ def _touched(task: Task, step: Step, batch_size: int, num_parts: int) -> dict[st
     return measure_touched(task.loss, init=task.init, batches=batches, num_parts=num_parts).tables
 
 
-def _say(message: str) -> None:
-    if jax.process_index() == 0:
-        typer.echo(message)
-
-
 def _summarize(run: _Run, result: str, settings: Settings, trace: Path | None) -> None:
     pace = run.report.pace
     told = [f"test {result}"]
@@ -240,8 +262,8 @@ def _summarize(run: _Run, result: str, settings: Settings, trace: Path | None) -
         told += [f"stall {pace.stall_percent:.1f} %", f"{pace.samples_per_second:,.0f} samples/s"]
     elif trace is None:
         told += ["no step was left to train: --epochs for more, --out for a new run"]
-    _say("  ".join(told))
-    _say(f"checkpoint  {settings.out / 'checkpoints'} (step {run.saver.num_updates})")
-    _say(f"metrics     {settings.out / 'metrics.jsonl'}")
+    run.say("  ".join(told))
+    run.say(f"checkpoint  {settings.out / 'checkpoints'} (step {run.num_saved})")
+    run.say(f"metrics     {settings.out / 'metrics.jsonl'}")
     if trace is not None:
-        _say(f"trace       {trace} (open it in https://ui.perfetto.dev)")
+        run.say(f"trace       {trace} (open it in https://ui.perfetto.dev)")

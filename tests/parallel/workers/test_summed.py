@@ -205,3 +205,17 @@ def test_where_an_update_takes_all_they_are_told_of_a_worker_that_dies(gang: Loc
             second.result()
         with pytest.raises(CallFailed, match="worker 1 is gone"):
             first.result(timeout_seconds=LIMIT)
+
+
+def test_a_server_refuses_an_update_whose_gradients_it_has_not(gang: LocalGang) -> None:
+    """Of a rank that has given none: nothing has moved."""
+    with make_step(gang, optimizer="clipped") as step:
+        state, push = step.init(jax.random.key(0)), step._gathering.push
+        before = step.params()
+        step._gathering.push = lambda gathered, at: push(gathered._replace(members=[*gathered.members, 99]), at)
+        step.update(state, batches(1)[0])
+        with pytest.raises(CallFailed, match=r"counts the gradients of the ranks \[2, 99\], and those of \[99\] are"):
+            step.finish()
+        step._pushed.clear()
+        step._adopt(0)
+        assert_close(step.params(), before, exactly=True)

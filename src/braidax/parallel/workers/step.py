@@ -64,9 +64,9 @@ class WorkerStep:
         feed = work.feed if isinstance(work.feed, ServedFeed) else None
         if jax.tree.leaves(work.form.specs.variables):
             raise ArgumentError(
-                "loss_fn asks for variables, which ParameterServers does not take: a microbatch goes on from those that "
-                "the one before has left, and workers compute theirs at the same time; expected a loss without, as "
-                'with LayerNorm, or DataParallel() and Hybrid(tables="servers"), which compute them of the whole batch'
+                "loss_fn asks for variables, which ParameterServers does not take: a microbatch goes on from those "
+                "that the one before has left, and workers compute theirs at the same time; expected a loss without, "
+                'as with LayerNorm, or DataParallel() and Hybrid(tables="servers"), which compute them once'
             )
         self.mesh, self.plan, self.batch_shardings = work.mesh, work.plan, batch_shardings
         self._form, self._batch_specs, self._strategy = work.form, batch, strategy
@@ -145,6 +145,15 @@ class WorkerStep:
         self._servers.meet()
         key, on = jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(state.key)), self._form.shardings
         return self._own(self._state(place(np.int32(self._num_updates), on.step), place(key, on.key)))
+
+    def of_first(self, value: NDArray[Any]) -> NDArray[Any]:
+        """Returns what the first worker gives; all workers call it. **Arguments:** `value`: alike in form."""
+        return self._servers.of_first(value)
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether rows of coming batches are pulled ahead and never late, so that `fit` tells what comes."""
+        return self._pulling is not None and self._strategy.staleness == 0
 
     def _adopt(self, num_updates: int) -> None:
         if self._pulling is not None:

@@ -251,8 +251,8 @@ class TableServer:
     def _take(self, update: Update) -> None:
         """Moves rows by an update that is complete; when that fails midway the tables are not gone on with."""
         step = self._updates.step
+        update = update if update.members is None else update.of_members(update.members)
         try:
-            update = update if update.members is None else update.of_members(update.members)
             given = update.mean() if self._averages else update.summed()
             told = next(iter(update.told.values()))
             numbers = told if self._dense is None else moved_whole(self._dense, update, given)
