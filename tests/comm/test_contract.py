@@ -14,7 +14,7 @@ from braidax.comm import Communicator, FileStore, Store, TcpStoreServer, Tuning,
 from braidax.comm.stores.jax import JaxStore
 from braidax.comm.stores.redis import RedisStore
 from tests.comm.exercise import exercise
-from tests.comm.ranks import results
+from tests.comm.ranks import in_turns, results
 from tests.comm.stores.servers import REDIS_PASSWORD, SECRET, coordination_service, redis_server
 from tests.comm.transports.tcps import TCPS
 from tests.comm.transports.worlds import MPI_SETTINGS
@@ -43,14 +43,12 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                 yield lambda: JaxStore(service)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, FOUR, 8])
-@pytest.mark.parametrize("transport", ["in-process", *TCPS, "ucx"])
+@pytest.mark.parametrize(("transport", "size"), in_turns(["in-process", *TCPS, "ucx"], [1, 2, 3, 4, 8], every=2))
 def test_every_operation(transport: str, size: int) -> None:
     assert results(size, exercise, transport=transport) == ["exercised"] * size
 
 
-@pytest.mark.parametrize("size", [1, 3, 8])
-@pytest.mark.parametrize("transport", ["in-process", "tcp", "ucx"])
+@pytest.mark.parametrize(("transport", "size"), in_turns(["in-process", "tcp", "ucx"], [1, 3, 8], every=3))
 def test_every_store(transport: str, size: int, place: Callable[[], Store]) -> None:
     """A store has done its part when all have met: what they do then is the transport's."""
 
