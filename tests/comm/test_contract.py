@@ -20,9 +20,6 @@ from tests.comm.transports.tcps import TCPS
 from tests.comm.transports.worlds import MPI_SETTINGS
 from tests.laws.tree import ROOT
 
-FOUR = pytest.param(4, marks=pytest.mark.slow)
-EIGHT = pytest.param(8, marks=pytest.mark.slow)
-
 
 @pytest.fixture(scope="module", params=["file", "tcp", "redis", "jax"])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Store]]:
@@ -64,7 +61,7 @@ def test_every_operation_over_several_hosts(hosts: str) -> None:
     assert results(len(hosts), exercise, tunings=tunings) == ["exercised"] * len(hosts)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, FOUR, EIGHT])
+@pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4, 8))])
 def test_every_operation_over_mpi(size: int, tmp_path: Path) -> None:
     command = ["-n", str(size), sys.executable, "-m", "tests.comm.exercise", "mpi", str(tmp_path)]
     done = subprocess.run(
