@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -24,21 +25,30 @@ from pathlib import Path
 import jax.numpy as jnp
 from braidax.checkpoint import Checkpointer, Every
 
-name, countdown = sys.argv[2], int(sys.argv[3])
-owner = Path if name == "rename" else os
-original = getattr(owner, name)
+def die(folder, name, countdown):
+    owner = Path if name == "rename" else os
+    original = getattr(owner, name)
 
-def deadly(*arguments, **keywords):
-    global countdown
-    countdown -= 1
-    if countdown < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(*arguments, **keywords)
+    def deadly(*arguments, **keywords):
+        nonlocal countdown
+        countdown -= 1
+        if countdown < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **keywords)
 
-saver = Checkpointer(sys.argv[1], Every(1), keep=1)
-state = saver.restore({"step": 0, "x": jnp.zeros(1000)})
-setattr(owner, name, deadly)
-saver.save({"step": state["step"] + 1, "x": jnp.full(1000, state["step"] + 1, jnp.float32)})
+    saver = Checkpointer(folder, Every(1), keep=1)
+    state = saver.restore({"step": 0, "x": jnp.zeros(1000)})
+    setattr(owner, name, deadly)
+    saver.save({"step": state["step"] + 1, "x": jnp.full(1000, state["step"] + 1, jnp.float32)})
+
+# Each dies in a process of its own, a fork from before JAX begins: it is imported once.
+for line in sys.stdin:
+    folder, name, countdown = line.rstrip("\\n").split("\\t")
+    child = os.fork()
+    if child == 0:
+        die(folder, name, int(countdown))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 END = """
@@ -101,6 +111,25 @@ def test_kill_at_many_moments_loses_no_finished_checkpoint(tmp_path: Path) -> No
     assert all(hit[phase] >= 10 for phase in PHASES[1:]), hit
 
 
+@pytest.fixture(scope="module")
+def dying() -> Iterator[Callable[[Path, str, int], int]]:
+    """Saves in a process that is killed at a call of a function; returns how it ended."""
+    command = [sys.executable, "-W", "ignore", "-c", DIE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nursery:
+        stdin, stdout = nursery.stdin, nursery.stdout
+        assert stdin is not None
+        assert stdout is not None
+
+        def die(folder: Path, name: str, count: int) -> int:
+            stdin.write(f"{folder}\t{name}\t{count}\n")
+            stdin.flush()
+            return int(stdout.readline())
+
+        yield die
+        stdin.close()
+        assert nursery.wait(LIMIT) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "count", "step"),
     [
@@ -113,12 +142,13 @@ def test_kill_at_many_moments_loses_no_finished_checkpoint(tmp_path: Path) -> No
         ("rmdir", 0, 2),
     ],
 )
-def test_death_at_each_point_of_a_commit(tmp_path: Path, name: str, count: int, step: int) -> None:
+def test_death_at_each_point_of_a_commit(
+    dying: Callable[[Path, str, int], int], tmp_path: Path, name: str, count: int, step: int
+) -> None:
     like = {"step": 0, "x": jnp.zeros(1000)}
     with Checkpointer(tmp_path, Every(1)) as saver:
         saver.update({"step": 1, "x": jnp.ones(1000)})
-    died = subprocess.run([sys.executable, "-c", DIE, tmp_path, name, str(count)], timeout=LIMIT)
-    assert died.returncode == -signal.SIGKILL
+    assert dying(tmp_path, name, count) == -signal.SIGKILL
     with Checkpointer(tmp_path, Every(1)) as saver:
         assert not list(tmp_path.glob(".step*"))
         got = saver.restore(like)

@@ -1,8 +1,10 @@
 """Ranks that are threads of the test's process."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import pytest
 
 from braidax.comm import Communicator, Hub, InProcessTransport, MemoryStore, Store, Tuning, connect
 from braidax.comm.transports.transport import Transport
@@ -10,6 +12,18 @@ from braidax.comm.watch import OnLoss
 from tests.comm.transports.tcps import transport_of
 
 LIMIT_SECONDS = 60.0
+
+
+def in_turns(cases: Iterable[Any], others: Sequence[Any], *, every: int) -> list[Any]:
+    """Returns all pairs of a case and one of the others, for pytest. **Arguments:** `every`: how many are slow but one.
+
+    Each case comes with `len(others) / every` of them by default, in turns, and each of them with as many cases.
+    """
+    return [
+        pytest.param(case, other, marks=() if (index + place) % every == 0 else pytest.mark.slow)
+        for index, case in enumerate(cases)
+        for place, other in enumerate(others)
+    ]
 
 
 def transports(name: str, size: int) -> list[str | Transport]:

@@ -12,7 +12,7 @@ import pytest
 from braidax.comm import Communicator
 from braidax.comm.collectives.opening import MAX_UNHEARD
 from braidax.errors import CommError, WaitTimeout
-from tests.comm.ranks import outcomes, results
+from tests.comm.ranks import in_turns, outcomes, results
 
 TRANSPORTS = ["tcp", "ucx"]  # over which a small send ends before it is received
 SECONDS = 20.0
@@ -31,11 +31,11 @@ ONLY_SENDS: dict[str, tuple[int, Call, Callable[[Any, int], bool]]] = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("case", ONLY_SENDS)
-def test_who_only_sends_does_not_wait(case: str, transport: str, size: int) -> None:
-    ahead, call, holds = ONLY_SENDS[case]
+@pytest.mark.parametrize(
+    ("case", "world"), in_turns(ONLY_SENDS, [(name, size) for name in TRANSPORTS for size in (2, 3, 4)], every=3)
+)
+def test_who_only_sends_does_not_wait(case: str, world: tuple[str, int]) -> None:
+    (ahead, call, holds), (transport, size) = ONLY_SENDS[case], world
     done = threading.Event()
 
     def check(comm: Communicator) -> None:

@@ -14,14 +14,11 @@ from braidax.comm import Communicator, FileStore, Store, TcpStoreServer, Tuning,
 from braidax.comm.stores.jax import JaxStore
 from braidax.comm.stores.redis import RedisStore
 from tests.comm.exercise import exercise
-from tests.comm.ranks import results
+from tests.comm.ranks import in_turns, results
 from tests.comm.stores.servers import REDIS_PASSWORD, SECRET, coordination_service, redis_server
 from tests.comm.transports.tcps import TCPS
 from tests.comm.transports.worlds import MPI_SETTINGS
 from tests.laws.tree import ROOT
-
-FOUR = pytest.param(4, marks=pytest.mark.slow)
-EIGHT = pytest.param(8, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", params=["file", "tcp", "redis", "jax"])
@@ -43,14 +40,12 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                 yield lambda: JaxStore(service)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, FOUR, 8])
-@pytest.mark.parametrize("transport", ["in-process", *TCPS, "ucx"])
+@pytest.mark.parametrize(("transport", "size"), in_turns(["in-process", *TCPS, "ucx"], [1, 2, 3, 4, 8], every=2))
 def test_every_operation(transport: str, size: int) -> None:
     assert results(size, exercise, transport=transport) == ["exercised"] * size
 
 
-@pytest.mark.parametrize("size", [1, 3, 8])
-@pytest.mark.parametrize("transport", ["in-process", "tcp", "ucx"])
+@pytest.mark.parametrize(("transport", "size"), in_turns(["in-process", "tcp", "ucx"], [1, 3, 8], every=3))
 def test_every_store(transport: str, size: int, place: Callable[[], Store]) -> None:
     """A store has done its part when all have met: what they do then is the transport's."""
 
@@ -66,7 +61,7 @@ def test_every_operation_over_several_hosts(hosts: str) -> None:
     assert results(len(hosts), exercise, tunings=tunings) == ["exercised"] * len(hosts)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, FOUR, EIGHT])
+@pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4, 8))])
 def test_every_operation_over_mpi(size: int, tmp_path: Path) -> None:
     command = ["-n", str(size), sys.executable, "-m", "tests.comm.exercise", "mpi", str(tmp_path)]
     done = subprocess.run(

@@ -11,7 +11,7 @@ import pytest
 
 from braidax.comm import Communicator, Tuning
 from braidax.errors import ArgumentError, CommError
-from tests.comm.ranks import outcomes, results
+from tests.comm.ranks import in_turns, outcomes, results
 
 TRANSPORTS = ["in-process", "tcp", "ucx"]
 LIMIT_SECONDS = 20.0
@@ -130,8 +130,7 @@ DISAGREEMENTS: dict[str, tuple[Call, Call, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("case", DISAGREEMENTS)
+@pytest.mark.parametrize(("case", "transport"), in_turns(DISAGREEMENTS, TRANSPORTS, every=3))
 def test_all_ranks_are_told_what_both_sides_brought(case: str, transport: str) -> None:
     ours, theirs, one, other = DISAGREEMENTS[case]
     for size, odd in ((2, 1), (4, 2)):
@@ -145,8 +144,12 @@ def test_all_ranks_are_told_what_both_sides_brought(case: str, transport: str) -
             assert re.search(rf"rank {odd} \(host [^)]*\)", str(error)), (rank, error)
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab"])
-@pytest.mark.parametrize("case", ["dtype", "dtype of many", "few and many", "operation", "root of broadcast"])
+@pytest.mark.parametrize(
+    ("case", "hosts"),
+    in_turns(
+        ["dtype", "dtype of many", "few and many", "operation", "root of broadcast"], ["aabb", "abab", "aaab"], every=3
+    ),
+)
 def test_so_it_is_over_several_hosts(case: str, hosts: str) -> None:
     ours, theirs, one, other = DISAGREEMENTS[case]
     tunings = [Tuning(host=host) for host in hosts]

@@ -17,7 +17,7 @@ from braidax.comm.condition import Condition
 from braidax.comm.transports import tcp_link
 from braidax.errors import Aborted, ArgumentError, CommError
 from tests.comm.injection import CALLS, Injection
-from tests.comm.ranks import outcomes
+from tests.comm.ranks import in_turns, outcomes
 from tests.comm.transports.tcps import IN_PYTHON
 
 ROOT = Path(__file__).parents[2]
@@ -142,8 +142,9 @@ def test_an_interrupt_amid_a_tcp_message_ends_the_epoch(monkeypatch: pytest.Monk
         assert "KeyboardInterrupt" in str(error)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("call", ["recv", "recv_buffer", "all_reduce", "barrier", "wait"])
+@pytest.mark.parametrize(
+    ("call", "transport"), in_turns(["recv", "recv_buffer", "all_reduce", "barrier", "wait"], TRANSPORTS, every=3)
+)
 def test_ctrl_c_in_a_wait_is_told_to_all(call: str, transport: str) -> None:
     calls: dict[str, Call] = {
         "recv": lambda comm: comm.recv(1),

@@ -10,6 +10,7 @@ from tests.frame.queries.query import Query
 from tests.frame.running import alone
 from tests.frame.tables import SHAPES, Tables
 
+STRIDE = 3  # by default one query of three, as Polars alone computes them; `slow` asks the others
 # Where Polars' engines are not of one mind, on tables with next to no rows.
 DISAGREEMENTS = {"rle", "correlations", "entropy", "group_by: corr", "group_by in order: corr"}
 
@@ -32,7 +33,13 @@ def check_engines(query: Query, tables: Tables) -> None:
 
 
 @pytest.mark.usefixtures("small_morsels")
-@pytest.mark.parametrize("query", CATALOGUE, ids=lambda query: query.name)
+@pytest.mark.parametrize(
+    "query",
+    [
+        pytest.param(query, id=query.name, marks=() if number % STRIDE == 0 else pytest.mark.slow)
+        for number, query in enumerate(CATALOGUE)
+    ],
+)
 def test_engines_agree(query: Query, tables: Callable[[str], Tables]) -> None:
     check_engines(query, tables("usual"))
 

@@ -12,6 +12,7 @@ from tests.frame.queries.query import Query
 from tests.frame.running import Asked, Outcome
 from tests.frame.tables import Tables
 
+TRANSPORTS = ["tcp", "ucx"]
 # One of each way in which rows go from rank to rank, and of each way in which a plan brings along what it needs.
 SELECTED = [
     "select of every dtype",
@@ -43,7 +44,17 @@ QUERIES = [query for query in CATALOGUE if query.name in SELECTED]
 assert len(QUERIES) == len(SELECTED), set(SELECTED) - {query.name for query in QUERIES}
 
 
-@pytest.fixture(scope="module", params=["tcp", "ucx"])
+# Every other query over each transport; `slow` asks all of them over both.
+OVER = [
+    pytest.param(
+        transport, query, marks=() if number % 2 == place else pytest.mark.slow, id=f"{transport}-{query.name}"
+    )
+    for place, transport in enumerate(TRANSPORTS)
+    for number, query in enumerate(QUERIES)
+]
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
 def gang(request: pytest.FixtureRequest) -> Iterator[LocalGang]:
     with LocalGang(3, transport=request.param) as gang:
         yield gang
@@ -56,7 +67,7 @@ def on_gang(lazy: pl.LazyFrame, gang: LocalGang) -> Outcome:
         return error
 
 
-@pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.name)
+@pytest.mark.parametrize(("gang", "query"), OVER, indirect=["gang"])
 def test_processes(query: Query, gang: LocalGang, tables: Callable[[str], Tables]) -> None:
     asked = Asked.of(query, tables("usual"))
     asked.check(on_gang(query.build(tables("usual")), gang), f"3 processes over {gang}")

@@ -1,7 +1,7 @@
 """Tables in bounded memory: where everything waits on disk, results are what they are without a limit."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,8 +78,16 @@ def asked(lazy: pl.LazyFrame) -> Callable[[Communicator], pl.DataFrame]:
     return lambda comm: bf.collect_partition(lazy, comm, memory=MEMORY)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("how", ["inner", "left", "right", "full", "semi", "anti"])
+def on_one_or_three(names: Sequence[str]) -> list[Any]:
+    """Returns each name with one number of ranks, and with the other one in the long run."""
+    return [
+        pytest.param(name, size, marks=() if number % 2 == place else pytest.mark.slow)
+        for number, name in enumerate(names)
+        for place, size in enumerate((1, 3))
+    ]
+
+
+@pytest.mark.parametrize(("how", "size"), on_one_or_three(["left", "inner", "right", "full", "anti", "semi"]))
 def test_joins(how: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = spilled(monkeypatch)
     left, right = tables()
@@ -125,8 +133,7 @@ def queries() -> dict[str, tuple[pl.LazyFrame, bool]]:
     }
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("name", list(queries()))
+@pytest.mark.parametrize(("name", "size"), on_one_or_three(list(queries())))
 def test_all_else(name: str, size: int) -> None:
     lazy, is_ordered = queries()[name]
     found = united(size, lazy)

@@ -399,6 +399,14 @@ def _anything(gang: Gang, chance: random.Random) -> None:
                 raise
 
 
+def every_other(first: int) -> list[Any]:
+    """Returns all checks, for pytest: one of two, from the first or the second on, and the others in the long run."""
+    return [
+        pytest.param(check, marks=() if number % 2 == first else pytest.mark.slow)
+        for number, check in enumerate(CHECKS)
+    ]
+
+
 CHECKS: list[Callable[[Gang, Path], None]] = [
     check_a_call_that_raises_fails_alone,
     check_a_lost_rank_is_replaced,

@@ -23,14 +23,16 @@ CASES: dict[str, tuple[optax.GradientTransformation, tuple[str, ...]]] = {
 }
 
 
-def numbers(case: str) -> list[float]:
-    """Trains on eight devices of one process or of two, whose servers the first one has."""
+def numbers(case: str, gang: LocalGang | None = None) -> list[float]:
+    """Trains on eight devices of one process or of two, whose servers the first one has, where it is given none."""
     optimizer, metrics = CASES[case]
     mesh = jax.make_mesh((8,), ("data",))
     seen = bx.Seen(500, admit_at=2, expire_after=3) if case == "growing" else None
     strategies = {"data": bx.Hybrid(tables=bx.Served(seen=seen, spares=1))}
     with contextlib.ExitStack() as stack:
-        servers = stack.enter_context(LocalGang(3)) if jax.process_index() == 0 else None
+        servers = gang
+        if gang is None and jax.process_index() == 0:
+            servers = stack.enter_context(LocalGang(3))
         made: Any = bx.parallelize(
             pooled, optimizer, mesh, strategies, init=init, batch=specs(make_batch()), metrics=metrics, servers=servers
         )

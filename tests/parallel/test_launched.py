@@ -76,15 +76,15 @@ def assert_trained(log: str, *, begun: int = 0) -> None:
     np.testing.assert_allclose(found["words"], params["words"], atol=1e-6)
 
 
-def trained_by_workers(log: str) -> list[dict[str, Any]]:
-    """Returns what workers have told who trained twice, checked."""
+def assert_trained_by_workers(log: str) -> None:
+    """Checks what workers have told who trained twice."""
     found = told(log)
     assert len(found) == 2 * WORKERS
     losses, params = on_one_device("adam", batches(NUM_STEPS), microbatches=WORKERS)
     np.testing.assert_allclose(np.mean([one["losses"] for one in found], axis=0), losses, rtol=1e-5)
     for one in found:
         np.testing.assert_allclose(one["words"], params["words"], atol=1e-6)
-    return found
+        assert "the 2 servers of braidax launch serve another step of this process: expected one" in one["refused"]
 
 
 def test_training_goes_on_from_the_checkpoint_when_a_server_dies_and_when_a_rank_does(
@@ -98,11 +98,11 @@ def test_training_goes_on_from_the_checkpoint_when_a_server_dies_and_when_a_rank
     assert_trained(log, begun=SAVED)
 
 
+@pytest.mark.slow  # over hosts it is not
 def test_workers_train_one_step_after_the_other(launched: Launch) -> None:
     code, log = launched("workers", processes=WORKERS, servers=2)
     assert code == 0, log
-    for one in trained_by_workers(log):
-        assert "the 2 servers of braidax launch serve another step of this process: expected one" in one["refused"]
+    assert_trained_by_workers(log)
 
 
 def test_a_server_of_whose_rows_there_are_copies_may_die(launched: Launch) -> None:
@@ -116,9 +116,10 @@ def test_hosts_have_servers_beside_ranks_and_alone(launched_over_ssh: Launch) ->
     hosts = [Host("a", (0,), num_servers=1), Host("b", num_servers=1, sees_all=True)]
     code, log = launched_over_ssh("workers", hosts=hosts)
     assert code == 0, log
-    trained_by_workers(log)
+    assert_trained_by_workers(log)
 
 
+@pytest.mark.slow
 def test_a_server_of_a_host_dies_and_then_a_rank(launched_over_ssh: Launch, tmp_path: Any) -> None:
     hosts = [Host("a", (0, 1)), Host("b", num_servers=1)]
     code, log = launched_over_ssh("saved", str(tmp_path), hosts=hosts, restarts=2, initialize="jax")
@@ -129,6 +130,7 @@ def test_a_server_of_a_host_dies_and_then_a_rank(launched_over_ssh: Launch, tmp_
     assert_trained(log, begun=SAVED)
 
 
+@pytest.mark.slow
 def test_a_server_of_a_host_of_whose_rows_there_are_copies_may_die(launched_over_ssh: Launch) -> None:
     code, log = launched_over_ssh("copies", hosts=[Host("a"), Host("b", num_servers=2)])
     assert code == 0, log

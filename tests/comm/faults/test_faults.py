@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from tests.comm.faults.trials import Fault, run_trials
+from tests.comm.ranks import in_turns
 from tests.comm.transports.tcps import IN_C, IN_PYTHON, OF_BOTH
 
 FAULTS: list[Fault] = ["kill", "stop", "cut"]
 
 
-@pytest.mark.parametrize("transport", [IN_C, OF_BOTH])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "transport"), in_turns(FAULTS, [IN_C, OF_BOTH], every=2))
 def test_every_survivor_learns_who_is_lost_and_joins_again(fault: Fault, transport: str, tmp_path: Path) -> None:
     assert len(run_trials(fault, range(6), tmp_path, num_crews=2, transport=transport)) == 6
 

@@ -82,7 +82,7 @@ def test_contract_of_a_world_of_its_own(check: Check, name: str, size: int) -> N
     run_threads(functools.partial(make, name), size, check, connects=check in checks.CONNECTED)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_contract_over_mpi(check: Check, size: int, mpi_output: Callable[[int], str]) -> None:
     output = mpi_output(size)

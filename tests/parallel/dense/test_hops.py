@@ -34,7 +34,7 @@ def in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "mesh", "strategies"),
     [
-        ("gpt", "8 auto", "one axis"),
+        pytest.param("gpt", "8 auto", "one axis", marks=SLOW),
         pytest.param("gpt", "4x2 auto", "sharded on", marks=SLOW),
         ("mlp", "4x2 explicit", "beside rows"),
         pytest.param("resnet", "8 auto", "one axis", marks=SLOW),

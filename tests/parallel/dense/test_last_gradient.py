@@ -67,8 +67,17 @@ def test_over_two_axes_it_trains_as_on_one_device(form: str, monkeypatch: pytest
     assert_as_on_one_device(make_step(model, {"data": all_of_it, "model": all_of_it}, "4x2 auto"), model)
 
 
-@pytest.mark.parametrize("form", ["tied", "head", "head first", "used twice"])
-@pytest.mark.parametrize("axes", [("data",), ("data", "model")])
+@pytest.mark.parametrize(
+    ("form", "axes"),
+    [
+        ("tied", ("data", "model")),
+        ("head", ("data",)),
+        ("head first", ("data", "model")),
+        ("used twice", ("data",)),
+        *(pytest.param(form, ("data",), marks=pytest.mark.slow) for form in ("tied", "head first")),
+        *(pytest.param(form, ("data", "model"), marks=pytest.mark.slow) for form in ("head", "used twice")),
+    ],
+)
 def test_all_uses_of_a_whole_weight_cross_once(form: str, axes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_gradient, "_LEAST_BYTES", PIECE)
     model = Model(_loss(form), _init, _batch)
@@ -92,8 +101,15 @@ def test_few_pieces_of_a_whole_weight_are_made_where_they_save_bytes(
     assert (texts[0] != texts[1]) is is_put_off
 
 
-@pytest.mark.parametrize("form", ["head stopped", "tied stopped"])
-@pytest.mark.parametrize("strategy", [bx.DataParallel(), bx.FullySharded(min_bytes=0)])
+@pytest.mark.parametrize(
+    ("form", "strategy"),
+    [
+        ("head stopped", bx.FullySharded(min_bytes=0)),
+        ("tied stopped", bx.DataParallel()),
+        pytest.param("head stopped", bx.DataParallel(), marks=pytest.mark.slow),
+        pytest.param("tied stopped", bx.FullySharded(min_bytes=0), marks=pytest.mark.slow),
+    ],
+)
 def test_uses_without_a_gradient(form: str, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_gradient, "_LEAST_BYTES", PIECE)
     model = Model(_loss(form), _init, _batch)

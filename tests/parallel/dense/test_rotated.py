@@ -204,7 +204,7 @@ def by_heads(heads: int, layers: int = 2) -> Model:
     return Model(loss, init, MODELS["gpt"].batch)
 
 
-@pytest.mark.parametrize("num_devices", [2, 8])
+@pytest.mark.parametrize("num_devices", [pytest.param(2, marks=SLOW), 8])
 def test_each_part_makes_one_hop_less_than_there_are_devices_each_way(num_devices: int) -> None:
     model, mesh = by_heads(8), jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
     batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.batch(0))

@@ -70,7 +70,7 @@ SHARDED = {"data": bx.Hybrid(dense=bx.FullySharded(min_bytes=0))}
 @pytest.mark.parametrize(
     ("loss", "optimizer", "mesh", "strategies"),
     [
-        ("pooled", OPTIMIZERS["adamw"], "8 explicit", HYBRID),
+        pytest.param("pooled", OPTIMIZERS["adamw"], "8 explicit", HYBRID, marks=SLOW),
         ("scanned", SCHEDULED, "8 auto", HYBRID),
         ("sampled", OPTIMIZERS["momentum"], "4x2 explicit", COPIED),
         pytest.param("sampled", OPTIMIZERS["adagrad"], "4x2 auto", BOTH, marks=SLOW),
@@ -199,6 +199,7 @@ def _words(params: Any, batch: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], batch["ids"]).mean()
 
 
+@SLOW  # test_under_products.py has the rows of a batch itself
 @pytest.mark.usefixtures("aot")
 def test_rows_of_the_coming_batch_cross_under_products() -> None:
     def made(key: jax.Array) -> Any:

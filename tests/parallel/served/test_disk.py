@@ -65,15 +65,16 @@ def trained(gang: LocalGang, case: str, places: list[str | None], saved: Path) -
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_training_is_that_of_memory_and_checkpoints_fit_both(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize("case", [pytest.param("adam", marks=pytest.mark.slow), "row_adagrad"])
+def test_training_is_that_of_memory_and_checkpoints_fit_both(
+    gangs: dict[int, LocalGang], tmp_path: Path, case: str
+) -> None:
     """All in memory, all on disk, and from the disk to memory and back."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    with LocalGang(2) as gang:
-        expected = trained(gang, case, [None, None, None], tmp_path / "memory")
-        assert_same(trained(gang, case, [str(disk)], tmp_path / "on"), expected[: len(expected) // 3])
-        assert_same(trained(gang, case, [str(disk), None, str(disk)], tmp_path / "both"), expected)
+    expected = trained(gangs[2], case, [None, None, None], tmp_path / "memory")
+    assert_same(trained(gangs[2], case, [str(disk)], tmp_path / "on"), expected[: len(expected) // 3])
+    assert_same(trained(gangs[2], case, [str(disk), None, str(disk)], tmp_path / "both"), expected)
     assert list(disk.iterdir()) == []
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,8 @@ SEEN = bx.Seen(capacity=1000)
 
 
 @pytest.fixture(scope="module")
-def gang() -> Iterator[LocalGang]:
-    with LocalGang(2) as gang:
-        yield gang
+def gang(gangs: dict[int, LocalGang]) -> LocalGang:
+    return gangs[2]
 
 
 def make_step(gang: LocalGang, seen: bx.Seen | None, optimizer: Any = ADAGRAD, **options: Any) -> Any:
@@ -80,23 +78,22 @@ def assert_equal_rows(step: Any, tables: dict[str, np.ndarray]) -> None:
         *(pytest.param(*one, marks=SLOW) for one in [("adagrad", 1), ("own", 3)]),
     ],
 )
-def test_training_is_that_with_all_rows(case: str, num_servers: int) -> None:
+def test_training_is_that_with_all_rows(gangs: dict[int, LocalGang], case: str, num_servers: int) -> None:
     """Bit by bit that of servers with all rows, and as close to one device as these are."""
     optimizer = {"adagrad": ADAGRAD, "clipped": CLIPPED, "own": optax.adam(1e-2)}[case]
     own = {"row_optimizers": {name: row_adagrad(0.1) for name in ("params/table", "params/other")}}
     options = own if case == "own" else {}
-    with LocalGang(num_servers) as gang:
-        with make_step(gang, None, optimizer, **options) as step:
-            state, expected = train(step, range(6))
-            tables = {name: step.table(name) for name in ("table", "other")}
-            dense = None if case == "own" else step.to_dense(state)
-        with make_step(gang, SEEN, optimizer, **options) as step:
-            assert "as seen" in str(step.plan)
-            assert Plan.from_json(step.plan.to_json()) == step.plan
-            state, losses = train(step, range(6), ahead=2)
-            assert losses == expected
-            assert_equal_rows(step, tables)
-            evaluated = float(step.evaluate(state, make_batch(90))["loss"])
+    with make_step(gangs[num_servers], None, optimizer, **options) as step:
+        state, expected = train(step, range(6))
+        tables = {name: step.table(name) for name in ("table", "other")}
+        dense = None if case == "own" else step.to_dense(state)
+    with make_step(gangs[num_servers], SEEN, optimizer, **options) as step:
+        assert "as seen" in str(step.plan)
+        assert Plan.from_json(step.plan.to_json()) == step.plan
+        state, losses = train(step, range(6), ahead=2)
+        assert losses == expected
+        assert_equal_rows(step, tables)
+        evaluated = float(step.evaluate(state, make_batch(90))["loss"])
     if dense is None:  # no dense optimizer moves rows as these do
         return
     first = init(jax.random.split(jax.random.key(3))[0])
@@ -172,13 +169,13 @@ def own_pid(comm: Communicator) -> int:
     return os.getpid()
 
 
-def test_a_server_is_lost_and_its_copies_go_on() -> None:
-    with LocalGang(2) as gang, make_step(gang, SEEN) as step:
+def test_a_server_is_lost_and_its_copies_go_on(gang: LocalGang) -> None:
+    with make_step(gang, SEEN) as step:
         _, expected = train(step, range(6))
         tables = {name: step.seen_rows(name) for name in ("table", "other")}
-    with LocalGang(2) as gang:
-        pids = gang.run(own_pid)
-        with make_step(gang, SEEN, copies=2) as step:
+    with LocalGang(2) as lost:
+        pids = lost.run(own_pid)
+        with make_step(lost, SEEN, copies=2) as step:
             go_on(step, pids[1], expected, tables)
 
 
@@ -224,10 +221,10 @@ def test_options(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("seen", [pytest.param(SEEN, marks=SLOW), bx.Seen(1000, admit_at=2, expire_after=3)])
-def test_training_goes_on_from_a_checkpoint(tmp_path: Path, seen: bx.Seen) -> None:
+def test_training_goes_on_from_a_checkpoint(gangs: dict[int, LocalGang], tmp_path: Path, seen: bx.Seen) -> None:
     """Saved by two servers in memory, restored to the disks of three, and to more room; lists have another length each
     time."""
-    with LocalGang(2) as gang, make_step(gang, seen) as step, Checkpointer(tmp_path, Every(2)) as saver:
+    with make_step(gangs[2], seen) as step, Checkpointer(tmp_path, Every(2)) as saver:
         state, losses = step.init(jax.random.key(3)), list[float]()
         for seed in range(7):
             state, metrics = step.update(state, make_batch(seed), before_apply=saver.wait)
@@ -236,11 +233,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path, seen: bx.Seen) -> No
         expected = {name: step.seen_rows(name) for name in ("table", "other")}
     assert len(expected["table"][0]) > 0
     more = replace(seen, capacity=2000)
-    with (
-        LocalGang(3) as gang,
-        make_step(gang, more, disk=str(tmp_path)) as step,
-        Checkpointer(tmp_path, Every(2)) as saver,
-    ):
+    with make_step(gangs[3], more, disk=str(tmp_path)) as step, Checkpointer(tmp_path, Every(2)) as saver:
         state, _ = saver.restore((step.state_specs, step.tables))
         assert int(state.step) == 6
         state, metrics = step.update(state, make_batch(6))
@@ -265,11 +258,13 @@ def test_a_checkpoint_with_more_rows_than_have_room(tmp_path: Path, gang: LocalG
 
 
 @pytest.mark.parametrize("num_servers", [pytest.param(1, marks=SLOW), 3])
-def test_files_are_what_is_there(num_servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_what_is_there(
+    gangs: dict[int, LocalGang], num_servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Base and deltas, followed or read at once, to the bit: a delta has what was read since, and what was given up."""
     monkeypatch.setattr(publishing, "_BLOCK_BYTES", 256)
     seen = bx.Seen(1000, admit_at=2, expire_after=2)
-    with LocalGang(num_servers) as gang, make_step(gang, seen) as step:
+    with make_step(gangs[num_servers], seen) as step:
         state = step.init(jax.random.key(3))
         step.publish(tmp_path)
         follower, told = bx.Published(tmp_path), [header(tmp_path)]

@@ -61,27 +61,24 @@ def trained(optimizer: Any, gang: LocalGang, batches: list[Any], *, ahead: int) 
         pytest.param(optax.adam(1e-2), 30, id="adam", marks=pytest.mark.slow),
     ],
 )
-def test_prefetch_changes_no_bit(optimizer: Any, num_steps: int) -> None:
+def test_prefetch_changes_no_bit(gangs: dict[int, LocalGang], optimizer: Any, num_steps: int) -> None:
     """Four batches ahead; Adagrad moves the rows of a batch, Adam all of them in each step."""
     batches = zipf_batches(num_steps)
-    with LocalGang(2) as gang:
-        losses, state = trained(optimizer, gang, batches, ahead=0)
-        ahead, other = trained(optimizer, gang, batches, ahead=4)
+    losses, state = trained(optimizer, gangs[2], batches, ahead=0)
+    ahead, other = trained(optimizer, gangs[2], batches, ahead=4)
     assert ahead == losses
     for one, two in zip(jax.tree.leaves(other), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(one, two)
     assert len(set(losses)) == num_steps
 
 
-def test_what_was_prepared_for_other_arrays_is_not_used() -> None:
+def test_what_was_prepared_for_other_arrays_is_not_used(gangs: dict[int, LocalGang]) -> None:
     batches = zipf_batches(3)
     strategies = {"data": bx.Hybrid(tables="servers", overrides={"params/table": bx.Served()})}
-    with (
-        LocalGang(1) as gang,
-        bx.parallelize(
-            loss, optax.sgd(0.1), make_mesh("8 explicit"), strategies, init=init, batch=specs(batches[0]), servers=gang
-        ) as step,
-    ):
+    mesh, servers = make_mesh("8 explicit"), gangs[1]
+    with bx.parallelize(
+        loss, optax.sgd(0.1), mesh, strategies, init=init, batch=specs(batches[0]), servers=servers
+    ) as step:
         state = step.init(jax.random.key(0))
         first, second = (place(batch, step.batch_shardings) for batch in batches[:2])
         step.prepare(first)
@@ -93,26 +90,25 @@ def test_what_was_prepared_for_other_arrays_is_not_used() -> None:
             step.prepare(batches[2])
 
 
-def test_ids_that_are_drawn_for_a_step_are_pulled_ahead_for_it() -> None:
+def test_ids_that_are_drawn_for_a_step_are_pulled_ahead_for_it(gangs: dict[int, LocalGang]) -> None:
     """A sampled softmax draws rows by the key of the step: what was drawn for another one is not used."""
     optimizer, batches = OPTIMIZERS["adagrad"], [make_batch(seed) for seed in range(5)]
     strategies = {"data": bx.Hybrid(tables="servers")}
     ends: list[Any] = []
-    with LocalGang(1) as gang:
-        for ahead in (0, 1, 2):
-            with bx.parallelize(
-                LOSSES["sampled"], optimizer, make_mesh("8 explicit"), strategies, init=sampled_init,
-                batch=specs(batches[0]), servers=gang,
-            ) as step:  # fmt: skip
-                state = step.init(jax.random.key(0))
-                placed = [place(batch, step.batch_shardings) for batch in batches]
-                if ahead == 2:  # in another order than they come
-                    for coming in placed[::-1]:
-                        step.prepare(coming)
-                for batch, coming in zip(placed, [*placed[1:], None], strict=True):
-                    state, _ = step.update(state, batch, coming=coming if ahead == 1 else None)
-                assert step.staleness == {0: 5}
-                ends.append(copied(step.to_dense(state).params))
+    for ahead in (0, 1, 2):
+        with bx.parallelize(
+            LOSSES["sampled"], optimizer, make_mesh("8 explicit"), strategies, init=sampled_init,
+            batch=specs(batches[0]), servers=gangs[1],
+        ) as step:  # fmt: skip
+            state = step.init(jax.random.key(0))
+            placed = [place(batch, step.batch_shardings) for batch in batches]
+            if ahead == 2:  # in another order than they come
+                for coming in placed[::-1]:
+                    step.prepare(coming)
+            for batch, coming in zip(placed, [*placed[1:], None], strict=True):
+                state, _ = step.update(state, batch, coming=coming if ahead == 1 else None)
+            assert step.staleness == {0: 5}
+            ends.append(copied(step.to_dense(state).params))
     for other in ends[1:]:
         for one, two in zip(jax.tree.leaves(other), jax.tree.leaves(ends[0]), strict=True):
             np.testing.assert_array_equal(one, two)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,8 @@ BATCHES = zipf_batches(12)
 
 
 @pytest.fixture(scope="module")
-def gang() -> Iterator[LocalGang]:
-    with LocalGang(3) as gang:
-        yield gang
+def gang(gangs: dict[int, LocalGang]) -> LocalGang:
+    return gangs[3]
 
 
 def make_step(gang: LocalGang, *, optimizer: Any = None, own: Any = None, **served: Any) -> Any:
@@ -234,7 +232,7 @@ def test_folders_know_of_one_another_nothing(gang: LocalGang, tmp_path: Path) ->
             assert_published(tmp_path / folder, step)
 
 
-@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize("spares", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_lost_server_changes_nothing(tmp_path: Path, spares: int) -> None:
     """Its copy knows what has changed, and so does a spare server in its place."""
     with LocalGang(2 + spares) as gang:
@@ -297,8 +295,8 @@ def test_files_of_others_are_left_alone(gang: LocalGang, tmp_path: Path, kind: s
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_one_step_publishes_into_a_folder_and_has_its_tables(gang: LocalGang, tmp_path: Path) -> None:
-    with make_step(gang) as step, LocalGang(1) as second, make_step(second) as other:
+def test_one_step_publishes_into_a_folder_and_has_its_tables(gangs: dict[int, LocalGang], tmp_path: Path) -> None:
+    with make_step(gangs[3]) as step, make_step(gangs[1]) as other:
         step.init(jax.random.key(0))
         other.init(jax.random.key(0))
         step.publish(tmp_path)
@@ -313,7 +311,7 @@ def test_one_step_publishes_into_a_folder_and_has_its_tables(gang: LocalGang, tm
         return jax.tree.map(lambda leaf: leaf.repeat(2, -1), init(key))
 
     made: Any = bx.parallelize(
-        loss, optax.sgd(0.1), mesh, strategies, init=wider, batch=specs(BATCHES[0]), servers=gang
+        loss, optax.sgd(0.1), mesh, strategies, init=wider, batch=specs(BATCHES[0]), servers=gangs[3]
     )
     with made as step:
         step.init(jax.random.key(0))

@@ -103,33 +103,28 @@ def test_a_pipeline_has_no_servers() -> None:
         )
 
 
-def test_states_and_batches_that_do_not_fit() -> None:
-    with LocalGang(1) as gang:
-        strategies = {"data": bx.Hybrid(tables="servers", out_of_range="raise")}
-        with make_step(gang, strategies=strategies) as step:
-            with pytest.raises(ArgumentError, match="on its servers have seen 0 updates"):
-                step.update(
-                    jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), step.state_specs), make_batch()
-                )
-            first = step.init(jax.random.key(0))
-            with pytest.raises(ArgumentError, match="give parallelize the batch="):
-                step.update(first, {**make_batch(), "target": np.zeros(3, np.float32)})
-            bad = make_batch()
-            bad["ids"] = bad["ids"].copy()
-            bad["ids"][3, 2] = 10_000
-            with pytest.raises(
-                DataError, match="has ids out of range: 1 for params/table of 203 rows; expected 0 <= id"
-            ):
-                step.update(first, bad)
-            state, _ = step.update(first, make_batch())  # what was refused has changed nothing
-            with pytest.raises(ArgumentError, match="state is not the last one that this step has returned"):
-                step.evaluate(first, make_batch())
-            with pytest.raises(ArgumentError, match="table='kernel' is not on servers, expected one of"):
-                step.table("kernel")
-            assert step.table("table").shape == (203, 6)
-            assert int(state.step) == 1
-        with make_step(gang) as again:  # the gang serves the next run
-            assert int(again.init(jax.random.key(0)).step) == 0
+def test_states_and_batches_that_do_not_fit(gangs: dict[int, LocalGang]) -> None:
+    strategies = {"data": bx.Hybrid(tables="servers", out_of_range="raise")}
+    with make_step(gangs[1], strategies=strategies) as step:
+        with pytest.raises(ArgumentError, match="on its servers have seen 0 updates"):
+            step.update(jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), step.state_specs), make_batch())
+        first = step.init(jax.random.key(0))
+        with pytest.raises(ArgumentError, match="give parallelize the batch="):
+            step.update(first, {**make_batch(), "target": np.zeros(3, np.float32)})
+        bad = make_batch()
+        bad["ids"] = bad["ids"].copy()
+        bad["ids"][3, 2] = 10_000
+        with pytest.raises(DataError, match="has ids out of range: 1 for params/table of 203 rows; expected 0 <= id"):
+            step.update(first, bad)
+        state, _ = step.update(first, make_batch())  # what was refused has changed nothing
+        with pytest.raises(ArgumentError, match="state is not the last one that this step has returned"):
+            step.evaluate(first, make_batch())
+        with pytest.raises(ArgumentError, match="table='kernel' is not on servers, expected one of"):
+            step.table("kernel")
+        assert step.table("table").shape == (203, 6)
+        assert int(state.step) == 1
+    with make_step(gangs[1]) as again:  # the gang serves the next run
+        assert int(again.init(jax.random.key(0)).step) == 0
 
 
 def own_pid(comm: Communicator) -> int:
@@ -152,15 +147,15 @@ def test_a_server_that_dies_is_told_of_at_once() -> None:
             assert time.monotonic() - began < 20
 
 
-def test_plans_say_what_is_served() -> None:
-    with LocalGang(1) as gang, make_step(gang) as step:
+def test_plans_say_what_is_served(gangs: dict[int, LocalGang]) -> None:
+    with make_step(gangs[1]) as step:
         table = next(one for one in step.plan.variables if one.path == "params/table")
         assert table.placements == (bx.Served(),)
         assert table.costs.held_bytes == 0
         assert table.costs.sent_bytes
         assert "served" in str(step.plan)
         assert bx.Plan.from_json(step.plan.to_json()) == step.plan
-    with LocalGang(1) as gang, make_step(gang, plan=step.plan) as again:
+    with make_step(gangs[1], plan=step.plan) as again:
         assert again.plan.variables == step.plan.variables
 
 

@@ -34,16 +34,16 @@ def numbers(step: Any, state: bx.State) -> Any:
 
 
 @pytest.mark.parametrize("case", ["adam", pytest.param("own", marks=pytest.mark.slow)])
-def test_training_goes_on_bit_by_bit(tmp_path: Path, case: str) -> None:
+def test_training_goes_on_bit_by_bit(gangs: dict[int, LocalGang], tmp_path: Path, case: str) -> None:
     """Saved behind the fourth update of two servers, restored to three; what came behind it is lost and comes again."""
-    with LocalGang(2) as gang, make_step(case, gang) as step, Checkpointer(tmp_path, Every(4)) as saver:
+    with make_step(case, gangs[2]) as step, Checkpointer(tmp_path, Every(4)) as saver:
         state, losses = step.init(jax.random.key(1)), list[float]()
         for seed in range(7):
             state, metrics = step.update(state, make_batch(seed), before_apply=saver.wait)
             saver.update((state, step.tables))
             losses.append(float(metrics["loss"]))
         expected = numbers(step, state)
-    with LocalGang(3) as gang, make_step(case, gang) as step, Checkpointer(tmp_path, Every(4)) as saver:
+    with make_step(case, gangs[3]) as step, Checkpointer(tmp_path, Every(4)) as saver:
         state, tables = saver.restore((step.state_specs, step.tables))
         assert tables is step.tables
         assert int(state.step) == 4
@@ -54,9 +54,9 @@ def test_training_goes_on_bit_by_bit(tmp_path: Path, case: str) -> None:
             np.testing.assert_array_equal(one, two)
 
 
-def test_a_state_alone_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_state_alone_is_not_gone_on_with(gangs: dict[int, LocalGang], tmp_path: Path) -> None:
     """Its tables are those of another update."""
-    with LocalGang(1) as gang, make_step("adam", gang) as step, Checkpointer(tmp_path, Every(1)) as saver:
+    with make_step("adam", gangs[1]) as step, Checkpointer(tmp_path, Every(1)) as saver:
         state = step.init(jax.random.key(1))
         for seed in range(2):
             state, _ = step.update(state, make_batch(seed))

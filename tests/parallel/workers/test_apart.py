@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,12 +30,17 @@ LIMIT = 60
 
 
 @pytest.fixture(scope="module")
-def gang() -> Iterator[LocalGang]:
-    with LocalGang(2) as gang:
-        yield gang
+def gang(gangs: dict[int, LocalGang]) -> LocalGang:
+    return gangs[2]
 
 
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "clipped adagrad"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        name if name in ("adagrad", "scheduled", "clipped adagrad") else pytest.param(name, marks=pytest.mark.slow)
+        for name in [*OPTIMIZERS, "clipped adagrad"]
+    ],
+)
 def test_one_after_the_other_they_equal_one_device(gang: LocalGang, optimizer: str) -> None:
     """Two workers in turns, each of which waits until its push is there: one device that takes all batches."""
     data, turns = batches(8), [threading.Semaphore(1), threading.Semaphore(0)]
@@ -62,7 +66,7 @@ def test_one_after_the_other_they_equal_one_device(gang: LocalGang, optimizer: s
         assert step == 8
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "scheduled", "clipped"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("scheduled", marks=pytest.mark.slow), "clipped"])
 def test_rows_that_others_move_are_brought_up(gang: LocalGang, optimizer: str) -> None:
     """A worker whose loss reads rows, in turns with itself: what rows miss is counted by the server, not the worker."""
     data = [own_part(batch, 0, 2) for batch in batches(10)]
@@ -103,7 +107,9 @@ def test_nobody_waits_for_a_slow_worker(gang: LocalGang) -> None:
     assert slow == {10: 1}
 
 
-@pytest.mark.parametrize("staleness", [None, 1], ids=["asynchronous", "bounded"])
+@pytest.mark.parametrize(
+    "staleness", [pytest.param(None, id="asynchronous", marks=pytest.mark.slow), pytest.param(1, id="bounded")]
+)
 def test_others_go_on_without_a_worker_that_leaves(gang: LocalGang, staleness: int | None) -> None:
     def work(number: int, seat: Any) -> Any:
         step = make_step(seat, bx.ParameterServers(staleness=staleness), size=BATCH // 2)
@@ -144,7 +150,14 @@ def trained_by(comm: Communicator, seat: bx.Meeting, staleness: int | None, coun
         return losses
 
 
-@pytest.mark.parametrize("staleness", [None, 1, 0], ids=["asynchronous", "bounded", "synchronous"])
+@pytest.mark.parametrize(
+    "staleness",
+    [
+        pytest.param(None, id="asynchronous"),
+        pytest.param(1, id="bounded", marks=pytest.mark.slow),
+        pytest.param(0, id="synchronous"),
+    ],
+)
 def test_a_worker_that_is_killed(gang: LocalGang, staleness: int | None) -> None:
     """Processes: the others go on, or are told within seconds."""
     with LocalGang(2) as workers, bx.open_meeting(gang, workers=2, timeout_seconds=LIMIT) as meeting:

@@ -14,7 +14,7 @@ from braidax.loop import evaluate, fit
 from tests.parallel.workers.teams import BATCH, assert_close, batches, make_step
 
 
-def test_a_run_goes_on_with_what_servers_had(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_what_servers_had(gangs: dict[int, LocalGang], tmp_path: Path) -> None:
     (samples,) = batches(1, 3 * BATCH)
     source = open_source(samples)
 
@@ -30,11 +30,10 @@ def test_a_run_goes_on_with_what_servers_had(tmp_path: Path) -> None:
                 loss = evaluate(step, state, test)["loss"]
             return int(state.step), step.params(), loss
 
-    with LocalGang(1) as gang:
-        num_updates, expected, loss = trained(gang, None, 2)
-        assert num_updates == 6
-        assert trained(gang, tmp_path, 1)[0] == 3
-        num_updates, found, again = trained(gang, tmp_path, 2)
+    num_updates, expected, loss = trained(gangs[1], None, 2)
+    assert num_updates == 6
+    assert trained(gangs[1], tmp_path, 1)[0] == 3
+    num_updates, found, again = trained(gangs[1], tmp_path, 2)
     assert num_updates == 6
     assert_close(found, expected)
     np.testing.assert_allclose(again, loss, rtol=1e-6)

@@ -38,12 +38,11 @@ def trained(gang: LocalGang, copies: int, optimizer: str = "adam", kill: Any = l
     return team(gang, 2, work)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
-def test_a_lost_server_changes_no_bit(seed: int) -> None:
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, *range(2, 40)))])
+def test_a_lost_server_changes_no_bit(gangs: dict[int, LocalGang], seed: int) -> None:
     """One of three, at a step and a moment that the seed draws."""
     drawn, optimizer = random.Random(seed), ("adam", "scheduled")[seed % 2]
-    with LocalGang(3) as gang:
-        wanted = trained(gang, 1, optimizer)
+    wanted = trained(gangs[3], 1, optimizer)
     with LocalGang(3) as gang:
         pids, timers = gang.run(own_pid), list[threading.Timer]()
         first, when = drawn.randrange(3), drawn.randrange(NUM_STEPS)

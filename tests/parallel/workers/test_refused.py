@@ -74,22 +74,22 @@ def test_what_cannot_be_is_refused(name: str, unchecked: None) -> None:
         bx.parallelize(*first, **options)
 
 
-def test_options_that_cannot_be() -> None:
+def test_options_that_cannot_be(gangs: dict[int, LocalGang]) -> None:
     with pytest.raises(ArgumentError, match=r"staleness=-1: expected a number of updates, 0 or more, or None"):
         bx.ParameterServers(staleness=-1)
     with pytest.raises(ArgumentError, match="copies=0"):
         bx.ParameterServers(copies=0)
     with pytest.raises(ArgumentError, match=r"worker 3 of 3: expected 0 <= number < 3"):
         MEETING.of_worker(3)
-    with LocalGang(1) as gang:
-        with pytest.raises(ArgumentError, match="workers=0: expected how many train"), bx.open_meeting(gang, workers=0):
-            pass
-        with pytest.raises(ArgumentError, match="copies=2 of Served, and there are 1 servers"):
-            make_step(gang, bx.ParameterServers(copies=2))
+    words = "workers=0: expected how many train"
+    with pytest.raises(ArgumentError, match=words), bx.open_meeting(gangs[1], workers=0):
+        pass
+    with pytest.raises(ArgumentError, match="copies=2 of Served, and there are 1 servers"):
+        make_step(gangs[1], bx.ParameterServers(copies=2))
 
 
-def test_a_step_says_what_does_not_fit() -> None:
-    with LocalGang(1) as gang, make_step(gang, bx.ParameterServers(out_of_range="raise")) as step:
+def test_a_step_says_what_does_not_fit(gangs: dict[int, LocalGang]) -> None:
+    with make_step(gangs[1], bx.ParameterServers(out_of_range="raise")) as step:
         batch = batches(1)[0]
         with pytest.raises(ArgumentError, match="expected one that came from this step's init"):
             step.update(step.state_specs, batch)
@@ -109,12 +109,11 @@ def test_a_step_says_what_does_not_fit() -> None:
         step.update(step.meet(state), batch)
 
 
-def test_others_than_the_first_do_not_save() -> None:
+def test_others_than_the_first_do_not_save(gangs: dict[int, LocalGang]) -> None:
     def work(number: int, seat: Any) -> Any:
         with make_step(seat) as step:
             if number == 1:
                 with pytest.raises(ArgumentError, match=r"worker 1 has step\.variables in a checkpoint"):
                     step.variables.checkpoint_state()
 
-    with LocalGang(1) as gang:
-        teams.team(gang, 2, work)
+    teams.team(gangs[1], 2, work)

@@ -22,8 +22,8 @@ def trained(step: Any, state: Any, number: int, data: list[Any], after: Any = la
     return step.params()
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "scheduled"])
-def test_other_servers_go_on_bit_by_bit(tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", [pytest.param("adam", marks=pytest.mark.slow), "scheduled"])
+def test_other_servers_go_on_bit_by_bit(gangs: dict[int, LocalGang], tmp_path: Path, optimizer: str) -> None:
     """Saved from two servers by the first worker, restored to three, or to one."""
     data = batches(NUM_STEPS)
 
@@ -45,15 +45,13 @@ def test_other_servers_go_on_bit_by_bit(tmp_path: Path, optimizer: str) -> None:
             assert int(begun.step) == SAVED
             return trained(step, begun, number, data[SAVED:])
 
-    with LocalGang(2) as gang:
-        expected = team(gang, 2, first)
+    expected = team(gangs[2], 2, first)
     for servers in (3, 1):
-        with LocalGang(servers) as gang:
-            for found in team(gang, 2, second):
-                assert_close(found, expected[0], exactly=True)
+        for found in team(gangs[servers], 2, second):
+            assert_close(found, expected[0], exactly=True)
 
 
-def test_saved_while_others_go_on(tmp_path: Path) -> None:
+def test_saved_while_others_go_on(gangs: dict[int, LocalGang], tmp_path: Path) -> None:
     """Asynchronously, until the other worker has pushed thirty times: a checkpoint restores what it has saved."""
     pushed, asynchronous = threading.Event(), bx.ParameterServers(staleness=None)
 
@@ -86,8 +84,7 @@ def test_saved_while_others_go_on(tmp_path: Path) -> None:
             step.meet(state)
             return found
 
-    with LocalGang(2) as gang:
-        saved = team(gang, 2, first)[0]
-        for params, step in team(gang, 2, second):
-            assert_close(params, saved[0], exactly=True)
-            assert step == saved[1]
+    saved = team(gangs[2], 2, first)[0]
+    for params, step in team(gangs[2], 2, second):
+        assert_close(params, saved[0], exactly=True)
+        assert step == saved[1]

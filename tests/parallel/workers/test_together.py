@@ -1,7 +1,6 @@
 """Workers whose updates take all of them: equal to one device with as many microbatches."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,8 +11,6 @@ import braidax.parallel as bx
 from braidax.gang import LocalGang
 from tests.parallel.workers.teams import (
     BATCH,
-    OPTIMIZERS,
-    SUMMED,
     assert_close,
     batches,
     dense_loss,
@@ -29,9 +26,8 @@ NUM_STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def gang() -> Iterator[LocalGang]:
-    with LocalGang(2) as gang:
-        yield gang
+def gang(gangs: dict[int, LocalGang]) -> LocalGang:
+    return gangs[2]
 
 
 def trained(workers: int, optimizer: str, data: list[Any], fn: Any = loss, **more: Any) -> Any:
@@ -48,33 +44,39 @@ def trained(workers: int, optimizer: str, data: list[Any], fn: Any = loss, **mor
     return work
 
 
-@pytest.mark.parametrize(("workers", "optimizer"), [*((2, one) for one in OPTIMIZERS), (1, "sgd"), (4, "adam")])
+@pytest.mark.parametrize(
+    ("workers", "optimizer"),
+    [
+        (1, "sgd"),
+        (2, "adagrad"),
+        (2, "scheduled"),
+        (4, "adam"),
+        *(pytest.param(2, one, marks=pytest.mark.slow) for one in ("sgd", "adam")),
+    ],
+)
 def test_workers_equal_one_device(gang: LocalGang, workers: int, optimizer: str) -> None:
     check_equal(gang, workers, optimizer)
 
 
-@pytest.mark.parametrize("servers", [1, 3])
-def test_on_any_number_of_servers(servers: int) -> None:
-    with LocalGang(servers) as gang:
-        for workers in (1, 3):
-            check_equal(gang, workers, "adam")
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_on_any_number_of_servers(gangs: dict[int, LocalGang], servers: int) -> None:
+    for workers in (1, 3):
+        check_equal(gangs[servers], workers, "adam")
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3])
-def test_servers_sum_over_all_gradients(servers: int) -> None:
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+def test_servers_sum_over_all_gradients(gangs: dict[int, LocalGang], servers: int) -> None:
     """Of the mean of all workers: a row that several of them have counts once."""
     cases = itertools.cycle(itertools.product(SUMMED, [loss, dense_loss]))
-    with LocalGang(servers) as gang:
-        for workers, (optimizer, fn) in zip([1, 2, 3], itertools.islice(cases, servers, None), strict=False):
-            check_equal(gang, workers, optimizer, fn)
+    for workers, (optimizer, fn) in zip([1, 2, 3], itertools.islice(cases, servers, None), strict=False):
+        check_equal(gangs[servers], workers, optimizer, fn)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("servers", [1, 2, 3])
-def test_each_optimizer_sums_on_any_number_of_servers(servers: int) -> None:
-    with LocalGang(servers) as gang:
-        for optimizer, fn, workers in itertools.product(SUMMED, [loss, dense_loss], [1, 2, 3]):
-            check_equal(gang, workers, optimizer, fn)
+def test_each_optimizer_sums_on_any_number_of_servers(gangs: dict[int, LocalGang], servers: int) -> None:
+    for optimizer, fn, workers in itertools.product(SUMMED, [loss, dense_loss], [1, 2, 3]):
+        check_equal(gangs[servers], workers, optimizer, fn)
 
 
 @pytest.mark.parametrize(("workers", "microbatches"), [(1, 2), (2, 3)])
@@ -97,7 +99,7 @@ def check_equal(gang: LocalGang, workers: int, optimizer: str, fn: Any = loss, *
         assert step == NUM_STEPS
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loss_that_reads_nothing_by_rows(gang: LocalGang, workers: int) -> None:
     data = batches(NUM_STEPS)
     losses, params = on_one_device("adam", data, microbatches=workers, fn=dense_loss)
