@@ -13,7 +13,7 @@ from benchmarks.harness.machine import num_cores
 from benchmarks.servers.fbgemm import Fbgemm
 from braidax.parallel.given.initial import Born
 from braidax.parallel.rows import row_adagrad
-from braidax.parallel.served.batch_rows import BatchRows
+from braidax.parallel.served.batches.batch_rows import BatchRows
 from braidax.parallel.served.on_servers.shard import Shard
 from braidax.parallel.served.programs import TableForm, rules_of_own, table_form
 from braidax.parallel.served.row_memory import aligned

@@ -118,7 +118,7 @@ def _serve(place: str, num_rows: int, where: str, memory_bytes: int) -> None:
     """Has a table. What it imports and takes counts: it begins when it is told to."""
     sys.stdin.readline()
     from benchmarks.servers.applying import table_of
-    from braidax.parallel.served.batch_rows import BatchRows
+    from braidax.parallel.served.batches.batch_rows import BatchRows
     from braidax.parallel.served.files.disk_rows import OnDisk
     from braidax.parallel.served.on_servers.shard import Shard
     from braidax.parallel.served.row_memory import aligned

@@ -19,7 +19,7 @@ from braidax.errors import ArgumentError, CallFailed
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
 from braidax.parallel.rows import row_adagrad, row_optimizer
-from braidax.parallel.served.on_servers.seen_shard import SeenShard
+from braidax.parallel.served.on_servers.growing.seen_shard import SeenShard
 from braidax.parallel.served.on_servers.server import TableServer
 from braidax.parallel.served.wire import packed
 from tests.parallel.models import copied, specs

@@ -13,9 +13,9 @@ from braidax.errors import ArgumentError
 from braidax.parallel import Seen
 from braidax.parallel.given.initial import Born
 from braidax.parallel.rows import row_adagrad, row_optimizer
-from braidax.parallel.served.on_servers import slot_map
-from braidax.parallel.served.on_servers.entries import Entries
-from braidax.parallel.served.on_servers.seen_shard import SeenShard
+from braidax.parallel.served.on_servers.growing import slot_map
+from braidax.parallel.served.on_servers.growing.entries import Entries
+from braidax.parallel.served.on_servers.growing.seen_shard import SeenShard
 from braidax.parallel.served.on_servers.shard import Shard
 from braidax.parallel.served.programs import TableForm, growing, rules_of_own, table_form
 from braidax.program import trace

@@ -11,7 +11,7 @@ import pytest
 from braidax.errors import ArgumentError, CommError
 from braidax.parallel.given.initial import Born
 from braidax.parallel.rows import row_adagrad, row_optimizer
-from braidax.parallel.served.batch_rows import BatchRows
+from braidax.parallel.served.batches.batch_rows import BatchRows
 from braidax.parallel.served.on_servers.server import TableServer
 from braidax.parallel.served.on_servers.told import described
 from braidax.parallel.served.programs import TableForm, rules_of_own, table_form

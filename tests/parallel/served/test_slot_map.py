@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidax.parallel.served.on_servers import slot_map
-from braidax.parallel.served.on_servers.slot_map import SlotMap, Slots
+from braidax.parallel.served.on_servers.growing import slot_map
+from braidax.parallel.served.on_servers.growing.slot_map import SlotMap, Slots
 
 FULL = 0.99
 NUM = 64_000

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 from braidax.host_shard import HostShard
+from braidax.parallel.served.on_servers.growing.seen_shard import Which
 
-from .on_servers.seen_shard import Which
 from .programs import TableForm, TablePart
 from .seen_rows import list_rows, put_rows
 from .servers import Servers

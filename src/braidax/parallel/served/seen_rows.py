@@ -8,8 +8,8 @@ from jax.numpy import dtype
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
+from braidax.parallel.served.on_servers.growing.seen_shard import Which
 
-from .on_servers.seen_shard import Which
 from .programs import TableForm
 from .servers import Servers
 from .wire import Message

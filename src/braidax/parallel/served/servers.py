@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal, final
 
 import jax
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.parallel.plan.placements import Wire
+from braidax.parallel.served.batches.batch_rows import BatchRows, Reads, Rows, dropped_rows
 
 from .asking import Asking
-from .batch_rows import BatchRows, Reads, Rows, dropped_rows
 from .compressed.feedback import Feedback
 from .compressed.travelling import unpacked_rows
 from .layouts.resizing import Resizing
@@ -22,9 +22,8 @@ from .meetings.joining import Joined
 from .on_servers.dense import DenseForm
 from .on_servers.told import described
 from .programs import TableForm, TablePart, joined_sums
+from .whole_tables import WholeTables
 from .wire import Message, packed
-
-_BLOCK_BYTES = 16 << 20  # of a table that is read or written whole, a message
 
 
 @final
@@ -59,6 +58,7 @@ class Servers:
         self._num_workers, self.worker = joined.meeting.num_workers, joined.worker
         self._wire: Wire | None = wire
         self._asking = Asking(joined, copies, spares)
+        self._whole = WholeTables(self._asking, forms)
         self._workers: Communicator | None = None
         self._stack = contextlib.ExitStack()
         self._stack.callback(self._asking.close)
@@ -315,34 +315,12 @@ class Servers:
 
     def read(self, name: str, first: int, last: int) -> TablePart:
         """Returns rows of a table, none of which lags behind. **Arguments:** `last`: the row behind the last."""
-        form = self._forms[name]
-        values = self._empty(name, last - first)
-        kept = [np.empty((last - first, *one.shape), jax.numpy.dtype(one.dtype)) for one in form.kept]
-        shared: list[NDArray[Any]] = []
-        of = "all" if form.programs.settle else "one"  # reading brings rows up, and so all copies of them, to the bit
-        for start, stop in self._blocks(form, first, last):
-            asked = functools.partial(self._asked, "read", name, start=start, stop=stop)
-            answers = self._asking.ask_all(asked, of=of)
-            for server, answer in enumerate(answers):
-                part = self._part(server, start, stop, first)
-                for at, leaf in enumerate((values, *kept)):
-                    leaf[part] = answer.arrays["values" if at == 0 else f"kept/{at - 1}"]
-            shared = [answers[0].arrays[f"shared/{at}"].copy() for at in range(form.num_shared)]
-        return TablePart(first, values, kept, shared)
+        return self._whole.read(name, first, last)
 
     def write(self, name: str, part: TablePart, step: int) -> None:
         """Puts rows in place of what servers have. **Arguments:** `step`: how many updates they have seen."""
         self.forget()
-        form, first = self._forms[name], part.first
-        shared = {f"shared/{at}": number for at, number in enumerate(part.shared)}
-
-        def block(server: int, start: int, stop: int) -> list[Any]:
-            rows = self._part(server, start, stop, first)
-            kept = {f"kept/{at}": leaf[rows] for at, leaf in enumerate(part.kept)}
-            return self._asked("load", name, server, start, stop, {"values": part.values[rows], **kept, **shared}, step)
-
-        for start, stop in self._blocks(form, first, first + len(part.values)):
-            self._asking.ask_all(lambda server, rows=(start, stop): block(server, *rows), of="all")
+        self._whole.write(name, part, step)
 
     def num_updates(self) -> int:
         """Returns how many updates all servers have seen."""
@@ -373,25 +351,6 @@ class Servers:
             yield
         finally:
             self._asking.ask_all(lambda part: self._asking.packed("release", part, {}), of="all")
-
-    def _blocks(self, form: TableForm, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yields the rows of a message after the other; one without rows where there are none."""
-        rows = max(1, _BLOCK_BYTES // max(1, form.width * jax.numpy.dtype(form.dtype).itemsize))
-        for start in range(first, max(last, first + 1), rows):
-            yield start, min(start + rows, last)
-
-    def _part(self, server: int, start: int, stop: int, first: int) -> slice:
-        """Which of the rows from `first` on are a server's, of those from `start` to `stop`."""
-        size = self.num_servers
-        return slice(start + (server - start) % size - first, max(stop - first, 0), size)
-
-    def _asked(
-        self, kind: str, name: str, server: int, start: int, stop: int, arrays: Any = None, step: int = 0
-    ) -> list[Any]:
-        """Returns what a server is asked about its rows of some consecutive ones."""
-        ends = [-(-(end - server) // self.num_servers) for end in (start, stop)]
-        fields = {"table": name, "start": ends[0], "stop": ends[1], "step": step}
-        return self._asking.packed(kind, server, fields, arrays)
 
     def _empty(self, name: str, count: int) -> NDArray[Any]:
         form = self._forms[name]

@@ -21,17 +21,17 @@ from braidax.parallel.compute.in_flight import InFlight
 from braidax.parallel.compute.work import Work
 from braidax.parallel.given.arrays import adopt, canonical, place, typed_key, with_shardings
 from braidax.parallel.run_ahead import check_coming
+from braidax.parallel.served.batches.batch_rows import BatchRows
+from braidax.parallel.served.batches.pulling import Pulling, fed_with
+from braidax.parallel.served.batches.pushing import Pushing, Summing
 from braidax.parallel.state import State
 from braidax.program import Program, difference, specs_of
 
-from .batch_rows import BatchRows
 from .compiled import ServedPrograms, with_squares
 from .dense_state import dense_of, write_dense
 from .feed import ServedFeed
 from .files.publishing import Publisher
 from .meetings.joining import join_with_processes
-from .pulling import Pulling, fed_with
-from .pushing import Pushing, Summing
 from .saved import ServedTables
 from .seen_rows import check_has_all_rows, list_rows
 from .servers import Servers

@@ -21,13 +21,13 @@ from braidax.parallel.compute.work import GRAD_NORM, Work
 from braidax.parallel.given.arrays import canonical, place, typed_key, with_shardings
 from braidax.parallel.plan.parameter_servers import ParameterServers
 from braidax.parallel.run_ahead import check_coming
-from braidax.parallel.served.batch_rows import BatchRows, Reads, Rows
+from braidax.parallel.served.batches.batch_rows import BatchRows, Reads, Rows
+from braidax.parallel.served.batches.gathering import Gathering
+from braidax.parallel.served.batches.pulling import Pulling, fed_with
+from braidax.parallel.served.batches.pushing import Summing
 from braidax.parallel.served.compiled import Evaluation
 from braidax.parallel.served.feed import ServedFeed
-from braidax.parallel.served.gathering import Gathering
 from braidax.parallel.served.meetings.joining import join_alone, num_servers_of
-from braidax.parallel.served.pulling import Pulling, fed_with
-from braidax.parallel.served.pushing import Summing
 from braidax.parallel.served.saved import ServedTables
 from braidax.parallel.served.servers import Servers
 from braidax.parallel.state import State

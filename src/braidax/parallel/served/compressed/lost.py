@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.parallel.plan.placements import Seen
-from braidax.parallel.served.on_servers.entries import Entries
+from braidax.parallel.served.on_servers.growing.entries import Entries
 from braidax.parallel.served.row_memory import put_rows, take_rows
 
 

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError, CommError, PeerLost
+from braidax.parallel.served.on_servers.growing.moving_seen import MovingSeen, SeenBlock
+from braidax.parallel.served.on_servers.growing.seen_shard import SeenShard
 from braidax.parallel.served.row_memory import check_rows
 from braidax.parallel.served.wire import Message, packed, unpacked
 
 from .copying import progressions
-from .moving_seen import MovingSeen, SeenBlock
-from .seen_shard import SeenShard
 from .server import TableServer
 
 _BLOCK_BYTES = 16 << 20  # a message

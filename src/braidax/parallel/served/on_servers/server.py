@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.placements import Wire
 from braidax.parallel.served.compressed.travelling import packed_rows, unpacked_rows, wire_from
+from braidax.parallel.served.on_servers.growing.answers import follow_state, growing_answers, state_of
+from braidax.parallel.served.on_servers.growing.seen_shard import SeenShard
 from braidax.parallel.served.wire import Message, packed, unpacked
 
 from .copying import copied, copied_again
 from .dense import DenseForm, DensePart, DensePrograms
 from .gathered import Agreements, moved_whole, sums_of_all, sums_of_rows
-from .growing import follow_state, growing_answers, state_of
-from .seen_shard import SeenShard
 from .shard import Shard
 from .told import disks_of, forms_from
 from .updates import AnyShard, Given, Update, Updates, Waiting

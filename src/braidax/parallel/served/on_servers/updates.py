@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
+from braidax.parallel.served.on_servers.growing.seen_shard import SeenShard
 from braidax.parallel.served.wire import Message
 
-from .seen_shard import SeenShard
 from .shard import Shard
 
 AnyShard = Shard | SeenShard

@@ -8,10 +8,10 @@ from typing import Any, final
 import jax
 from numpy.typing import NDArray
 
-from .batch_rows import BatchRows
-from .parts import local_parts
-from .row_memory import aligned
-from .servers import Servers
+from braidax.parallel.served.batches.batch_rows import BatchRows
+from braidax.parallel.served.batches.parts import local_parts
+from braidax.parallel.served.row_memory import aligned
+from braidax.parallel.served.servers import Servers
 
 
 @final

@@ -6,10 +6,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
+from braidax.parallel.served.on_servers.growing.seen_shard import SeenShard
+from braidax.parallel.served.on_servers.shard import Shard
 from braidax.parallel.served.wire import Message, packed
-
-from .seen_shard import SeenShard
-from .shard import Shard
 
 _HALF_RESTORED = "a checkpoint was not restored to its end"
 

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 from braidax.parallel.served.files.disk_rows import OnDisk
+from braidax.parallel.served.on_servers.first_rows import AbsentRows
+from braidax.parallel.served.on_servers.growing.entries import Entries
+from braidax.parallel.served.on_servers.shard import Shard
 from braidax.parallel.served.programs import TableForm
 from braidax.parallel.served.row_memory import check_rows
-
-from .entries import Entries
-from .first_rows import AbsentRows
-from .shard import Shard
 
 Which = Literal["rows", "values", "counts", "ids", "changes"]
 """What is listed: rows as they lie, with what is kept of them, or as they are now; counts; which ids are there; and

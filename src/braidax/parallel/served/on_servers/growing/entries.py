@@ -6,7 +6,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.parallel.served.on_servers.slot_map import SlotMap, Slots
+from braidax.parallel.served.on_servers.growing.slot_map import SlotMap, Slots
 
 _FIRST = 1024  # slots to begin with
 

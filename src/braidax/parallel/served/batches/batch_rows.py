@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from .row_memory import sum_rows
-from .wire import Message
+from braidax.parallel.served.row_memory import sum_rows
+from braidax.parallel.served.wire import Message
 
 Reads = Literal["all", "rows"]
 """What is read for a batch: rows, and variables that servers have whole, or rows alone."""

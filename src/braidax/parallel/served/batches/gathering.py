@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from .batch_rows import BatchRows
-from .programs import TableForm, joined_sums
-from .servers import Servers
-from .wire import Message
+from braidax.parallel.served.batches.batch_rows import BatchRows
+from braidax.parallel.served.programs import TableForm, joined_sums
+from braidax.parallel.served.servers import Servers
+from braidax.parallel.served.wire import Message
 
 
 class Gathered(NamedTuple):

@@ -11,12 +11,11 @@ import numpy as np
 
 from braidax.errors import DataError
 from braidax.parallel.rows.options import counted_out_of_range
+from braidax.parallel.served.batches.batch_rows import BatchRows, Reads, Rows
+from braidax.parallel.served.batches.parts import local_parts, on_devices
+from braidax.parallel.served.feed import Fed, ServedFeed, ServedReading
+from braidax.parallel.served.servers import Servers
 from braidax.program import OUT_OF_RANGE
-
-from .batch_rows import BatchRows, Reads, Rows
-from .feed import Fed, ServedFeed, ServedReading
-from .parts import local_parts, on_devices
-from .servers import Servers
 
 Pulled = tuple[dict[str, BatchRows], Rows]
 """Which rows a batch reads, by table, and these."""

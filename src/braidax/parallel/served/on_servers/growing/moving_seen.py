@@ -4,9 +4,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
+from braidax.parallel.served.on_servers.growing.seen_shard import SeenShard, Which
 from braidax.parallel.served.wire import Message
-
-from .seen_shard import SeenShard, Which
 
 _LISTS: tuple[Which, ...] = ("rows", "counts")
 

@@ -1,0 +1,1 @@
+"""What a batch reads of tables, and brings to them."""

@@ -1,0 +1,1 @@
+"""Tables that grow, as a server has them."""
