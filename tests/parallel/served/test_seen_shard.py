@@ -13,6 +13,7 @@ from braidax.errors import ArgumentError
 from braidax.parallel import Seen
 from braidax.parallel.given.initial import Born
 from braidax.parallel.rows import row_adagrad, row_optimizer
+from braidax.parallel.served.files.disk_rows import OnDisk
 from braidax.parallel.served.on_servers.growing import slot_map
 from braidax.parallel.served.on_servers.growing.entries import Entries
 from braidax.parallel.served.on_servers.growing.seen_shard import SeenShard
@@ -36,7 +37,7 @@ def form_of(seen: Seen | None, optimizer: Any = None) -> TableForm:
 class Team:
     """All servers of a table."""
 
-    def __init__(self, form: TableForm, size: int, disk: str | None = None) -> None:
+    def __init__(self, form: TableForm, size: int, disk: OnDisk | None = None) -> None:
         self.size, self.shards = size, [SeenShard(form, rank, size, disk=disk) for rank in range(size)]
         for shard in self.shards:
             shard.bear(KEY)
@@ -93,7 +94,7 @@ def test_rows_are_what_is_said(size: int, admit_at: int, expire_after: int | Non
     check_rows(size, Seen(ROWS, admit_at=admit_at, expire_after=expire_after))
 
 
-def check_rows(size: int, seen: Seen, disk: str | None = None) -> None:
+def check_rows(size: int, seen: Seen, disk: OnDisk | None = None) -> None:
     team, told = Team(form_of(seen), size, disk), Told(seen)
     for step, ids, gradients in updates(60):
         team.push(ids, gradients, step)
@@ -105,6 +106,8 @@ def check_rows(size: int, seen: Seen, disk: str | None = None) -> None:
         pairs = {(i, c) for one in counted for i, c in zip(one["ids"].tolist(), one["counts"].tolist(), strict=True)}
         assert pairs == {(one, count) for one, (count, _) in told.counts.items()}
     assert 0 < len(told.rows) < ROWS
+    for shard in team.shards:
+        shard.close()
 
 
 def test_rows_are_what_is_said_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,8 +117,8 @@ def test_rows_are_what_is_said_where_nothing_is_compiled(monkeypatch: pytest.Mon
 
 def test_rows_on_disk_are_what_is_said(tmp_path: Path) -> None:
     """Also behind a checkpoint: rows that lie there still are not there."""
-    check_rows(2, Seen(ROWS, admit_at=2, expire_after=5), str(tmp_path))
-    team = Team(form_of(Seen(9)), 1, str(tmp_path))
+    check_rows(2, Seen(ROWS, admit_at=2, expire_after=5), OnDisk(str(tmp_path), 1 << 20))
+    team = Team(form_of(Seen(9)), 1, OnDisk(str(tmp_path), 1 << 20))
     (shard,), ids = team.shards, np.arange(9)
     shard.push(ids, np.ones((9, WIDTH), np.float32), [], 0)
     np.testing.assert_array_equal(shard.pull(ids), FIRST[:9] - np.float32(RATE))
@@ -130,7 +133,7 @@ def test_rows_on_disk_are_what_is_said(tmp_path: Path) -> None:
 def test_a_disk_has_room_for_all_rows_that_there_may_be(tmp_path: Path) -> None:
     told = r"for table, as seen by server 0 of 2, .*: [\d,]+ bytes are needed, and [\d,]+ are free"
     with pytest.raises(OSError, match=told):
-        SeenShard(form_of(Seen(1 << 46)), 0, 2, disk=str(tmp_path))
+        SeenShard(form_of(Seen(1 << 46)), 0, 2, disk=OnDisk(str(tmp_path), 1 << 30))
 
 
 def test_rows_that_change_are_known_to_have_changed() -> None:

@@ -155,7 +155,7 @@ def die_of(step: Any, dies: str) -> None:
 
     def ask(question: Any) -> Any:
         asking = step._servers._asking
-        asking.submit(asking.ask, 0, question(0))
+        asking._pool.submit(asking.ask, 0, question(0))
         asking.ask(0, asking.packed("state", 0, {}))  # answered behind what was asked before
         die()
 

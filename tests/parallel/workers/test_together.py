@@ -11,6 +11,7 @@ import braidax.parallel as bx
 from braidax.gang import LocalGang
 from tests.parallel.workers.teams import (
     BATCH,
+    SUMMED,
     assert_close,
     batches,
     dense_loss,
