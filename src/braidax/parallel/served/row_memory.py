@@ -16,7 +16,7 @@ from braidax.errors import ArgumentError
 
 _ALIGNMENT = 64
 _FEW = 16384  # rows that are not worth a second thread
-_FEW_TO_MOVE = 1024
+_FEW_TO_MOVE = 4096
 _SUMMED = (np.dtype(np.float32), np.dtype(np.float64))
 
 
