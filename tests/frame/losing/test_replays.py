@@ -15,6 +15,7 @@ from polars.testing import assert_frame_equal
 import braidax as bx
 import braidax.frame as bf
 from braidax.errors import ArgumentError, CallFailed, GangError, PeerLost
+from braidax.frame.replaying import replayed
 from braidax.gang import LocalGang
 from tests.frame.losing.dying import Dying, Failing
 from tests.gang import programs
@@ -196,3 +197,27 @@ def test_threads_that_share_a_gang_replace_a_rank_once(gang: LocalGang, notes: P
         for found in pool.map(lambda plan: bf.collect(plan, gang), plans):
             assert_frame_equal(found, grouped(table().lazy()).collect())
     assert len(set(before) - set(gang.run(programs.pids))) == 1
+
+
+def test_a_rank_that_another_thread_has_replaced_is_a_lost_one(gang: LocalGang) -> None:
+    """A call that was refused for a lost rank may be told of that when nobody is lost any more."""
+    calls: list[int] = []
+
+    def compute() -> int:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            os.kill(gang.run(programs.pids)[1], signal.SIGKILL)
+            until(lambda: bool(gang.lost))
+            gang.replace()
+            raise GangError("the gang cannot run a function in rank 1")
+        return 5
+
+    assert replayed(gang, compute, max_replays=1) == 5
+    with pytest.raises(GangError, match="as ever"):
+        replayed(gang, lambda: failing(calls), max_replays=1)
+    assert calls == [0, 1, 2]
+
+
+def failing(calls: list[int]) -> None:
+    calls.append(len(calls))
+    raise GangError("as ever")
