@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from braidax.errors import ArgumentError, FormatError
@@ -252,3 +253,19 @@ def test_wrong_input_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "file").write_text("")
     with pytest.raises(FormatError, match="set the environment variable BRAIDAX_CACHE to a folder that can be written"):
         lm1b(preset="tiny")
+
+
+def test_gradients_of_the_lstm_alone_are_clipped(task: Task) -> None:
+    """Their norm is 10 at most, summed over 20 steps; whatever else there is moves as Adagrad moves it."""
+    params = jax.eval_shape(task.init, jax.random.key(0))
+    optimizer, adagrad = task.optimizer(7), optax.adagrad(0.2, initial_accumulator_value=1 / 400)
+    ones = jax.tree.map(lambda spec: np.ones(spec.shape, np.float32), params)
+    for size in (1.0, 1e-6):
+        gradients = jax.tree.map(lambda one, size=size: size * one, ones)
+        norm = optax.tree.norm(gradients["lstm"])
+        scaled = {**gradients, "lstm": jax.tree.map(lambda one, by=min(1.0, 0.5 / norm): one * by, gradients["lstm"])}
+        found, _ = optimizer.update(gradients, optimizer.init(ones), ones)
+        expected, _ = adagrad.update(scaled, adagrad.init(ones), ones)
+        assert (norm > 0.5) == (size == 1.0)
+        for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-5)

@@ -32,6 +32,7 @@ from braidax.tasks.task import Task, masked_mean, tell_perplexity
 from braidax.tasks.words import SplitWords, Vocabulary, library_files, pieces, read_text
 
 _STEPS = 20
+_LARGEST_NORM = 10.0  # of the gradients of the LSTM, summed over the steps
 _END, _NUM_RESERVED = 0, 2  # the end of a sentence; then the unknown word
 _TRAIN, _TEST = "training-monolingual.tokenized.shuffled", "heldout-monolingual.tokenized.shuffled"
 _INSIDE = "1-billion-word-language-modeling-benchmark-r13output"  # what the archive holds
@@ -91,8 +92,14 @@ def lm1b(path: str | Path | None = None, *, preset: str = "full") -> Task:
 
 
 def _optimizer(num_steps: int) -> optax.GradientTransformation:
-    # As published, where accumulators begin at 1 and the loss is the sum over the steps of a sample, not their mean.
-    return optax.adagrad(0.2, initial_accumulator_value=1 / _STEPS**2)
+    # As published, where accumulators begin at 1, the norm of the LSTM's gradients is 10 at most, and the loss is the
+    # sum over the steps of a sample, not their mean.
+    clipped = optax.masked(optax.clip_by_global_norm(_LARGEST_NORM / _STEPS), _is_of_lstm)
+    return optax.chain(clipped, optax.adagrad(0.2, initial_accumulator_value=1 / _STEPS**2))
+
+
+def _is_of_lstm(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: jax.tree.map(lambda _, name=name: name == "lstm", part) for name, part in params.items()}
 
 
 def _make_loss(sizes: Sizes, num_sampled: int) -> Any:
