@@ -262,8 +262,9 @@ def test_gradients_of_the_lstm_alone_are_clipped(task: Task) -> None:
     ones = jax.tree.map(lambda spec: np.ones(spec.shape, np.float32), params)
     for size in (1.0, 1e-6):
         gradients = jax.tree.map(lambda one, size=size: size * one, ones)
-        norm = optax.tree.norm(gradients["lstm"])
-        scaled = {**gradients, "lstm": jax.tree.map(lambda one, by=min(1.0, 0.5 / norm): one * by, gradients["lstm"])}
+        norm = float(optax.tree.norm(gradients["lstm"]))
+        part = min(1.0, 0.5 / norm)
+        scaled = {**gradients, "lstm": jax.tree.map(lambda one, part=part: one * part, gradients["lstm"])}
         found, _ = optimizer.update(gradients, optimizer.init(ones), ones)
         expected, _ = adagrad.update(scaled, adagrad.init(ones), ones)
         assert (norm > 0.5) == (size == 1.0)
