@@ -25,9 +25,9 @@ from braidax.parallel.served.wire import packed
 from tests.parallel.models import copied, specs
 from tests.parallel.served.test_losing import own_pid
 from tests.parallel.served.test_prepared import init, loss, zipf_batches
+from tests.parallel.served.test_resizing import NUM_STEPS, losses_of
 from tests.parallel.served.test_seen_shard import form_of
 
-NUM_STEPS = 12
 SEEN = bx.Seen(90)
 SIZES = {3: 4, 7: 3, 10: 1}  # servers from a step on
 SLOW = pytest.mark.slow
@@ -55,14 +55,7 @@ def make_step(gang: Any, seen: bx.Seen, *, own: Any = None, **served: Any) -> An
 def trained(step: Any, before: Callable[[int], object] = lambda number: None, *, ahead: int = 2) -> list[Any]:
     """Trains, and returns losses, dense variables, and all that servers have of the table: rows, what is kept of them,
     when they were read last, and counts. **Arguments:** `before`: is told of each step."""
-    state, losses = step.init(jax.random.key(0)), list[float]()
-    placed = [place(batch, step.batch_shardings) for batch in zipf_batches(NUM_STEPS)]
-    for number, batch in enumerate(placed):
-        for coming in placed[number + ahead : number + ahead + 1] if number else placed[1 : 1 + ahead]:
-            step.prepare(coming)
-        before(number)
-        state, metrics = step.update(state, batch)
-        losses.append(float(metrics["loss"]))
+    state, losses = losses_of(step, before, ahead=ahead)
     lists = step.tables.checkpoint_state()["tables"]["table"]
     arrays = [(one.value, name) for which in ("rows", "counts") for name, one in sorted(lists[which].items())]
     assert len(arrays) > 5

@@ -7,7 +7,7 @@ import random
 import re
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,8 @@ def make_step(gang: Any, optimizer: Any, *, own: Any = None, **served: Any) -> A
     return bx.parallelize(loss, optimizer, mesh, strategies, init=init, batch=batch, servers=gang)
 
 
-def trained(step: Any, before: Callable[[int], object] = lambda number: None, *, ahead: int = 2) -> Any:
-    """Trains, and returns all losses and the tables and what is kept of them. **Arguments:** `before`: each step."""
+def losses_of(step: Any, before: Callable[[int], object], *, ahead: int) -> tuple[Any, list[float]]:
+    """Trains, and returns the state and all losses. **Arguments:** `before`: is told of each step."""
     state, losses = step.init(jax.random.key(0)), list[float]()
     placed = [place(batch, step.batch_shardings) for batch in zipf_batches(NUM_STEPS)]
     for number, batch in enumerate(placed):
@@ -61,9 +61,48 @@ def trained(step: Any, before: Callable[[int], object] = lambda number: None, *,
         before(number)
         state, metrics = step.update(state, batch)
         losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def trained(step: Any, before: Callable[[int], object] = lambda number: None, *, ahead: int = 2) -> Any:
+    """Trains, and returns all losses and the tables and what is kept of them. **Arguments:** `before`: each step."""
+    state, losses = losses_of(step, before, ahead=ahead)
     step.finish()
     part = step._servers.read("table", 0, ROWS)
     return losses, (copied(state.params), part.values, part.kept, part.shared)
+
+
+def trained_while_one_is_killed(
+    seed: int, kills: tuple[int, int], sizes: Mapping[int, int], *, begins: Mapping[int, int] | None = None
+) -> Any:
+    """Trains on two of five servers with copies, of which one is killed; what was not moved may be moved again.
+
+    **Arguments:** `kills`: the steps of which one is drawn, soon behind whose begin that is. `sizes`, `begins`: steps
+    in which other numbers of servers are wanted, or begun. Behind step 9 there are 3. **Returns:** as `trained`.
+    """
+    drawn = random.Random(seed)
+    with LocalGang(5) as gang:
+        pids = gang.run(own_pid)
+        first, at, timers = drawn.randrange(4), drawn.choice(kills), list[threading.Timer]()
+        with make_step(gang, OPTIMIZERS["adagrad"], copies=2, spares=3) as step:
+
+            def change(number: int) -> None:
+                if number == at:
+                    timers.append(threading.Timer(drawn.uniform(0, 0.25), os.kill, (pids[first], signal.SIGKILL)))
+                    timers[-1].start()
+                if number in (begins or {}):
+                    step.prepare_resize((begins or {})[number])
+                if number in sizes:
+                    with may_raise(BraidaxError, match="they stay on"):
+                        step.resize(sizes[number])
+                if number == 9:
+                    step.resize(3)
+
+            found = trained(step, change)
+            assert step._servers.num_servers == 3
+        for timer in timers:
+            timer.join()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -291,29 +330,8 @@ def test_a_server_that_has_no_rows_any_more_takes_the_place_of_a_lost_one(expect
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SLOW) for seed in range(1, 30))])
 def test_a_server_that_is_lost_at_any_moment(seed: int, expected: Any) -> None:
-    """With copies: before, during and behind a change, whichever it is; what was not moved may be moved again."""
-    drawn = random.Random(seed)
-    with LocalGang(5) as gang:
-        pids = gang.run(own_pid)
-        first, at = drawn.randrange(4), drawn.choice([2, 6])
-        timers = list[threading.Timer]()
-        with make_step(gang, OPTIMIZERS["adagrad"], copies=2, spares=3) as step:
-
-            def change(number: int) -> None:
-                if number == at:
-                    timers.append(threading.Timer(drawn.uniform(0, 0.25), os.kill, (pids[first], signal.SIGKILL)))
-                    timers[-1].start()
-                if number in (2, 6):
-                    with may_raise(BraidaxError, match="they stay on"):
-                        step.resize(4 if number == 2 else 3)
-                if number == 9:
-                    step.resize(3)
-
-            found = trained(step, change)
-            assert step._servers.num_servers == 3
-        for timer in timers:
-            timer.join()
-    assert_equal(found, expected)
+    """With copies: before, during and behind a change, whichever it is."""
+    assert_equal(trained_while_one_is_killed(seed, (2, 6), {2: 4, 6: 3}), expected)
 
 
 # Where rows go

@@ -1,10 +1,7 @@
 """Rows that are copied to other servers while training goes on: `step.prepare_resize`."""
 
 import logging
-import os
-import random
 import re
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +17,9 @@ from braidax.parallel.given.arrays import place
 from braidax.parallel.served.layouts.resizing import Resizing
 from braidax.parallel.served.on_servers.copying import copied_again
 from tests.parallel.models import copied
-from tests.parallel.served.test_losing import assert_equal, own_pid
+from tests.parallel.served.test_losing import assert_equal
 from tests.parallel.served.test_prepared import ROWS, WIDTH, zipf_batches
-from tests.parallel.served.test_resizing import CASES, OPTIMIZERS, make_step, may_raise, trained
+from tests.parallel.served.test_resizing import CASES, OPTIMIZERS, make_step, trained, trained_while_one_is_killed
 
 SLOW = pytest.mark.slow
 FAST = ("adagrad", "momentum")
@@ -167,28 +164,7 @@ def test_a_copy_that_fails_is_made_anew(
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SLOW) for seed in range(1, 30))])
 def test_a_server_that_is_lost_while_rows_are_copied(seed: int, expected: Any) -> None:
     """With copies, before, during and behind it, whichever it is."""
-    drawn = random.Random(seed)
-    with LocalGang(5) as gang:
-        pids = gang.run(own_pid)
-        first, at, timers = drawn.randrange(4), drawn.choice([2, 4]), list[threading.Timer]()
-        with make_step(gang, OPTIMIZERS["adagrad"], copies=2, spares=3) as step:
-
-            def change(number: int) -> None:
-                if number == at:
-                    timers.append(threading.Timer(drawn.uniform(0, 0.25), os.kill, (pids[first], signal.SIGKILL)))
-                    timers[-1].start()
-                if number == 2:
-                    step.prepare_resize(4)
-                if number in (5, 6):
-                    with may_raise(BraidaxError, match="they stay on"):
-                        step.resize(4 if number == 5 else 3)
-                if number == 9:
-                    step.resize(3)
-
-            found = trained(step, change)
-            assert step._servers.num_servers == 3
-        for timer in timers:
-            timer.join()
+    found = trained_while_one_is_killed(seed, (2, 4), {5: 4, 6: 3}, begins={2: 4})
     assert_equal(found, expected)
 
 

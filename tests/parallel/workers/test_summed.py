@@ -216,6 +216,6 @@ def test_a_server_refuses_an_update_whose_gradients_it_has_not(gang: LocalGang) 
         step.update(state, batches(1)[0])
         with pytest.raises(CallFailed, match=r"counts the gradients of the ranks \[2, 99\], and those of \[99\] are"):
             step.finish()
-        step._pushed.clear()
+        step._pushing._pushed.clear()
         step._adopt(0)
         assert_close(step.params(), before, exactly=True)

@@ -1,9 +1,9 @@
 """`WorkerStep`: a step of one of several workers, whose variables are all on servers."""
 
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, final
@@ -24,7 +24,7 @@ from braidax.parallel.run_ahead import check_coming
 from braidax.parallel.served.batches.batch_rows import BatchRows, Reads, Rows
 from braidax.parallel.served.batches.gathering import Gathering
 from braidax.parallel.served.batches.pulling import Pulling, fed_with
-from braidax.parallel.served.batches.pushing import Summing
+from braidax.parallel.served.batches.pushing import Pushing, Summing
 from braidax.parallel.served.compiled import Evaluation
 from braidax.parallel.served.feed import ServedFeed
 from braidax.parallel.served.meetings.joining import join_alone, num_servers_of
@@ -72,7 +72,6 @@ class WorkerStep:
         self._form, self._batch_specs, self._strategy = work.form, batch, strategy
         self._programs = WorkerPrograms(work, batch_shardings, compiler_options)
         self._in_flight = InFlight(self.mesh)
-        self._pushed: deque[Future[Any]] = deque()  # gives the norm of an update, where that is wanted
         self._lags: Counter[int] = Counter()
         self._num_updates = -1  # before there is a state
         self._last: weakref.ref[jax.Array] | None = None  # the step of the last one
@@ -95,7 +94,7 @@ class WorkerStep:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-workers")
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="braidax-ahead")  # waits for no push
         self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
-        self._summing = Summing(self._threads)
+        self._summing, self._pushing = Summing(self._threads), Pushing(self._servers, self._thread)
         reads: Reads = "rows" if strategy.staleness == 0 else "all"  # what is whole moves in each update
         self._pulling = None if feed is None else Pulling(self._servers, feed, self._ahead, ahead=reads)
         tables = ServedTables(self._servers, self._forms, self._settled, self._adopt)
@@ -111,7 +110,7 @@ class WorkerStep:
         key = typed_key(key)
         if difference(self._form.specs.key, key, "key"):
             raise ArgumentError(f"key is {key!r}, expected one {self._form.specs.key.dtype}: jax.random.key(seed)")
-        self._wait()
+        self._pushing.wait_for_own()
         self._lags.clear()
         self._servers.bear(key)
         self._servers.meet()
@@ -137,7 +136,7 @@ class WorkerStep:
 
         They call it behind the first one's `saver.restore((state, step.variables))`.
         """
-        self._wait()
+        self._pushing.wait_for_own()
         self._servers.meet()
         data = self._servers.of_first(np.asarray(jax.random.key_data(state.key)))
         self._servers.forget()
@@ -162,7 +161,7 @@ class WorkerStep:
 
     def _settled(self) -> int:
         """Returns how many updates servers have seen, when they have seen all that this worker has pushed."""
-        self._wait()
+        self._pushing.wait_for_own()
         return self._servers.pull({}, at_least=0 if self._strategy.staleness is None else self._num_updates).step
 
     def _check_state(self, state: Any) -> None:
@@ -239,7 +238,9 @@ class WorkerStep:
         drawn, step = self._programs.next(state.key, state.step)
         key = self._draws_by(state.key, state.step, drawn)
         bound = self._strategy.staleness
-        self._wait(behind=1 if bound is None else bound)  # asynchronously a push travels beside the next batch
+        self._pushing.wait_for_own(
+            behind=1 if bound is None else bound
+        )  # asynchronously a push travels beside the next batch
         made = self._programs.rows
         if ahead is None:
             rows, pulled = self._pull(None if made is None else made.ids(state.variables, *key, batch))
@@ -257,10 +258,10 @@ class WorkerStep:
         if before_apply is not None:
             before_apply()
         dense, payload = (given, {}) if made is None else given
-        self._pushed.append(self._thread.submit(self._push, rows, payload, dense, metrics["loss"], number, pulled))
+        pushed = self._pushing.begin(self._push, rows, payload, dense, metrics["loss"], number, pulled)
         self._num_updates += 1
         if self._wants_norm:
-            metrics = {**metrics, GRAD_NORM: self._pushed[-1].result()}
+            metrics = {**metrics, GRAD_NORM: pushed.result()}
         return self._own(replace(state, step=step, variables=variables)), metrics
 
     def evaluate(self, state: State, batch: Any) -> dict[str, Any]:
@@ -269,7 +270,7 @@ class WorkerStep:
         made = self._programs.evaluation(specs_of(batch))
         batch = place(batch, made.batch_shardings)
         ids = made.ids(state.variables, state.key, state.step, batch) if isinstance(made, Evaluation) else None
-        self._wait()
+        self._pushing.wait_for_own()
         rows, pulled = self._pull(ids)
         params = self._placed(pulled.whole)
         fed = fed_with(made.reading, rows, pulled) if isinstance(made, Evaluation) else ()
@@ -317,12 +318,6 @@ class WorkerStep:
             self._lags[max(0, seen - 1 - pulled.step)] += 1
         return norm
 
-    def _wait(self, *, behind: int = 0) -> None:
-        """Returns when servers have what this worker has pushed, but for the last updates. **Raises:** what failed."""
-        while len(self._pushed) > behind:
-            self._pushed[0].result()
-            self._pushed.popleft()
-
     @property
     def staleness(self) -> dict[int, int]:
         """How many updates of this worker have been of variables that lacked so many, by that number; asynchronously
@@ -331,7 +326,7 @@ class WorkerStep:
 
     def finish(self) -> None:
         """Waits until servers have all that this worker has pushed. **Raises:** what became of that."""
-        self._wait()
+        self._pushing.wait_for_own()
 
     def close(self) -> None:
         """Ends this worker's part; others go on, unless an update takes all. Servers end with the last one, and what
@@ -359,7 +354,7 @@ class WorkerStep:
 
     def params(self) -> Any:
         """Returns all variables on the host, as a PyTree like `init`'s, with as many updates as the next one reads."""
-        self._wait()
+        self._pushing.wait_for_own()
         whole = self._pull(None)[1].whole
         found = {name: self._table(name) for name in self._forms} | whole
         structure = jax.tree.structure(self._form.born.params)

@@ -49,12 +49,13 @@ class Pushing:
 
     def __init__(self, servers: Servers, thread: Executor) -> None:
         self._servers, self._thread = servers, thread
-        self._pushed: deque[Future[None]] = deque()  # and not known yet to be there
+        self._pushed: deque[Future[Any]] = deque()  # and not known yet to be there
         self._is_alone = False  # in that servers have what was pushed here
 
-    def begin(self, push: Callable[..., None], *given: Any) -> None:
-        """Pushes an update. **Arguments:** `push`: does that. `given`: to it."""
+    def begin(self, push: Callable[..., Any], *given: Any) -> "Future[Any]":
+        """Pushes an update. **Arguments:** `push`: does that. `given`: to it. **Returns:** what it will return."""
         self._pushed.append(self._thread.submit(push, *given))
+        return self._pushed[-1]
 
     def wait(self, *, behind: int = 0) -> None:
         """Returns when servers have what all processes have pushed, but for the last updates; all call it.
@@ -66,7 +67,7 @@ class Pushing:
             self._servers.meet()
             self._is_alone = False
 
-    def wait_for_own(self, *, behind: int) -> None:
+    def wait_for_own(self, *, behind: int = 0) -> None:
         """Returns when servers have what this process has pushed, as `wait` does; others may be late."""
         while len(self._pushed) > behind:
             self._pushed[0].result()

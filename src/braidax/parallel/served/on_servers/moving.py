@@ -89,15 +89,18 @@ class Moving:
         if self._copy_some(self._left, _MOST_BYTES, num_asked=_NUM_ASKED):
             states = {source: self._found(source, "state", {}) for source in self._sources()}
             for source, before in self._before.items():
-                now = _before(states[source])
-                for name in now.changes:
-                    if now.changes[name] == before.changes[name]:
-                        self._copy_moved(name, source, before.step)
-                    else:
-                        for block in self._blocks_of(name, source):
-                            self._copy(block)
+                self._copy_changed(source, before, _before(states[source]))
             self._part.follow([*states.values()])
             self.is_full = True
+
+    def _copy_changed(self, source: int, before: _Before, now: _Before) -> None:
+        """Copies once more what is not as it was when rows were copied ahead."""
+        for name, changes in now.changes.items():
+            if changes == before.changes[name]:
+                self._copy_moved(name, source, before.step)
+                continue
+            for block in self._blocks_of(name, source):
+                self._copy(block)
 
     def _copy_some(self, blocks: Iterator[_Block | SeenBlock], most: int, *, num_asked: int) -> bool:
         """Returns whether none is left."""
