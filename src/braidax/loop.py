@@ -103,15 +103,14 @@ def fit(
     records are counted at the end. `saver`: of several workers the first one's; restores before the first step, of
     workers all, and is shown the state and the loader's cursor after each one; the plan is in its notes. `report`: what
     is shown and written, nothing by default; its trace becomes that of the loader, a `Checkpointer` and stages. `test`:
-    if given, evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's
-    `evaluate`, which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told the
-    next batch, which is then taken from the loader an update earlier; by default where rows of tables are fetched ahead
-    from servers, or by devices that send while they compute, not CPUs (`Step.fetches_ahead`).
+    evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's `evaluate`,
+    which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told the next batch,
+    taken from the loader an update earlier; by default where rows of tables are fetched ahead from servers, or by
+    devices that send while they compute, not CPUs (`Step.fetches_ahead`).
 
-    **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` when
-    a batch had ids out of range, with `Hybrid(out_of_range="raise")`; `PeerLost` when a process with stages has ended.
+    **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` for
+    ids out of range, with `Hybrid(out_of_range="raise")`; `PeerLost` when a process with stages has ended.
     """
-    before_apply = None if saver is None else saver.wait
     report = Report(show="nothing") if report is None else report
     _trace_all(report, step, loader, saver)
     tested = _tested(step, test, test_metrics)
@@ -125,13 +124,15 @@ def fit(
             epoch = batches.cursor.epoch
             with report.waiting():
                 batch, known = batches.take()
-            state, metrics = step.update(state, batch, before_apply=before_apply, **known)
-            report.update(_checked(metrics, "the decorated step"), epoch=epoch)
+            with report.updating(None if saver is None else saver.wait) as dispatched:
+                state, metrics = step.update(state, batch, before_apply=dispatched, **known)
+            report.update(_checked(metrics, "the decorated step"), epoch=epoch, state=state)
             if saver is not None:
                 note_plan()
-                saver.update(_saved(step, state, batches.cursor))
+                with report.saving():
+                    saver.update(_saved(step, state, batches.cursor))
             if test is not None and batches.cursor.epoch > epoch:
-                report.note({f"test_{name}": value for name, value in evaluate(tested, state, test).items()})
+                _note_test(report, tested, state, test)
         step.finish()
         if saver is not None and batches.cursor != begun:
             saver.save(_saved(step, state, batches.cursor))
@@ -141,6 +142,12 @@ def fit(
     if preempted():
         raise SystemExit(128 + signal.SIGTERM)
     return state
+
+
+def _note_test(report: Report, tested: Evaluating | TestMetrics, state: Any, test: DataLoader) -> None:
+    with report.evaluating():
+        found = evaluate(tested, state, test)
+    report.note({f"test_{name}": value for name, value in found.items()})
 
 
 def _saved(step: object, state: Any, cursor: Cursor) -> Any:

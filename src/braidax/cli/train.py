@@ -85,12 +85,12 @@ class _Report(Report):
         self._keep_options = keep_options
         self._kept = False
 
-    def update(self, metrics: Any, *, epoch: int) -> None:
+    def update(self, metrics: Any, *, epoch: int, state: Any = None) -> None:
         """Takes a step, as `Report` does."""
         if not self._kept:
             self._keep_options()
         self._kept = True
-        super().update(metrics, epoch=epoch)
+        super().update(metrics, epoch=epoch, state=state)
 
 
 @dataclass(frozen=True)
