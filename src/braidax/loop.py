@@ -114,7 +114,7 @@ def fit(
     report = Report(show="nothing") if report is None else report
     _trace_all(report, step, loader, saver)
     tested = _tested(step, test, test_metrics)
-    note_plan = _noting(saver, step)
+    save = _saving(saver, step, report)
     state = _restored(saver, step, state, loader)
     begun, batches = loader.cursor, _Batches(loader, is_ahead=_is_told(step, coming))
     length, first_step = _length(loader, state, saver)
@@ -127,10 +127,7 @@ def fit(
             with report.updating(None if saver is None else saver.wait) as dispatched:
                 state, metrics = step.update(state, batch, before_apply=dispatched, **known)
             report.update(_checked(metrics, "the decorated step"), epoch=epoch, state=state)
-            if saver is not None:
-                note_plan()
-                with report.saving():
-                    saver.update(_saved(step, state, batches.cursor))
+            save(state, batches.cursor)
             if test is not None and batches.cursor.epoch > epoch:
                 _note_test(report, tested, state, test)
         step.finish()
@@ -284,18 +281,21 @@ def _tested(step: "AnyStep", test: DataLoader | None, test_metrics: TestMetrics 
     return step if test_metrics is None else test_metrics
 
 
-def _noting(saver: Saver | None, step: "AnyStep") -> Callable[[], None]:
-    """Notes the plan of a step; returns what does so behind an update: a decorated step has none before."""
-    if saver is not None:
-        saver.notes.pop("plan", None)
-
-    def note() -> None:
-        if saver is not None and "plan" not in saver.notes:
-            saver.notes["plan"] = step.plan.to_json()
-
+def _saving(saver: Saver | None, step: "AnyStep", report: Report) -> Callable[[Any, Cursor], None]:
+    """Returns what shows the saver a state; it notes the plan, which a decorated step has behind its first update."""
+    if saver is None:
+        return lambda state, cursor: None
+    saver.notes.pop("plan", None)
     if isinstance(step, Step):
-        note()
-    return note
+        saver.notes["plan"] = step.plan.to_json()
+
+    def save(state: Any, cursor: Cursor) -> None:
+        with report.saving():
+            if "plan" not in saver.notes:
+                saver.notes["plan"] = step.plan.to_json()
+            saver.update(_saved(step, state, cursor))
+
+    return save
 
 
 @contextlib.contextmanager
