@@ -11,8 +11,8 @@ from braidax.errors import ArgumentError
 class Knobs:
     """What may change while a loader runs.
 
-    **Fields:** `threads`: that read, decode and transform. `prefetch`: batches in flight ahead of the one in use. None
-    for either leaves it to `loader.depth`, which adapts it. `timeout_seconds`: the longest wait for one batch.
+    **Fields:** `threads`: that read, decode and transform. `prefetch`: batches in flight ahead of the one in use; 0: one
+    is begun when it is asked for. None for either leaves it to `loader.depth`, which adapts it. `timeout_seconds`: the longest wait for one batch.
     `max_bytes`: of batches in flight, which holds `prefetch` down to 1 at least. `hedge_seconds`: when a read that is
     waited for is done a second time; None: when it takes much longer than the others; 0: always; infinity: never.
     """
@@ -24,10 +24,10 @@ class Knobs:
     hedge_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("threads", "prefetch"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ArgumentError(f"{name}={number!r} is not a positive integer; None lets the loader adapt it")
+        if self.threads is not None and self.threads < 1:
+            raise ArgumentError(f"threads={self.threads!r} is not a positive integer; None lets the loader adapt it")
+        if self.prefetch is not None and self.prefetch < 0:
+            raise ArgumentError(f"prefetch={self.prefetch!r} is not an integer from 0 on; None lets the loader adapt it")
         if not 0 < self.timeout_seconds < threading.TIMEOUT_MAX:
             raise ArgumentError(f"timeout_seconds={self.timeout_seconds!r} is not a finite, positive number of seconds")
         if self.max_bytes < 1:

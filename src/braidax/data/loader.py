@@ -277,6 +277,8 @@ class DataLoader:
 
     @property
     def _prefetch(self) -> int:
+        if self._knobs.prefetch == 0:
+            return 0
         wanted = self._knobs.prefetch or self.depth.prefetch
         return max(1, min(wanted, self._knobs.max_bytes // max(self._plan.num_bytes, 1)))
 

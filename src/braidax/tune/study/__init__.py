@@ -1,0 +1,34 @@
+"""What overlaps with what: a factorial study of prefetch, checkpoints, gradient sync and stages, measured."""
+
+from .case import Case, Place, Workload
+from .design import Design, Length, sweeps_of
+from .factors import FACTORS, PAIRS, Factor, Levels, Setting, Sweep, crossed, parse_pairs, sweep
+from .folder import FORMAT, StudyFolder
+from .limits import Limits, parse_limits
+from .runner import Progress, run_study
+from .runs import Run
+
+__all__ = [
+    "FACTORS",
+    "FORMAT",
+    "PAIRS",
+    "Case",
+    "Design",
+    "Factor",
+    "Length",
+    "Levels",
+    "Limits",
+    "Place",
+    "Progress",
+    "Run",
+    "Setting",
+    "StudyFolder",
+    "Sweep",
+    "Workload",
+    "crossed",
+    "parse_limits",
+    "parse_pairs",
+    "run_study",
+    "sweep",
+    "sweeps_of",
+]

@@ -1,0 +1,181 @@
+"""Runs a study: all settings in the order of its blocks, in processes that stay, each run kept when it is done."""
+
+import contextlib
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from braidax.errors import ArgumentError, CallFailed, PeerLost
+from braidax.gang import LocalGang
+from braidax.spans import Span, Trace
+from braidax.tune.attribution import Attribution, attribute
+
+from . import ranks
+from .case import Case, Place
+from .design import Design, Length
+from .factors import Setting
+from .folder import StudyFolder
+from .limits import Confined, Limits
+from .runs import Run
+
+_BENCH = "bench"
+_START_SECONDS = 120.0
+_RUN_SECONDS = 1800.0  # that one run, or the making of its programs, may take
+_MAX_SPANS = 400_000
+_PART_SECONDS = {"prepare": 4.0, "run": 0.5}  # guesses, until the first of each is measured
+_GREETINGS = ("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's words about machines that compiled what is kept
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a study is. **Fields:** `done`, `total`: parts of the work, the making of programs among them. `doing`:
+    in words. `left_seconds`: by how long parts have taken so far, or the study's own first guess."""
+
+    done: int
+    total: int
+    doing: str
+    left_seconds: float
+
+
+@dataclass
+class _Pace:
+    """How long the parts of a study take."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {"prepare": [], "run": []})
+
+    def left(self, prepares: int, runs: int) -> float:
+        """Returns how long so many more may take."""
+        counts = {"prepare": prepares, "run": runs}
+        return sum(counts[kind] * self._each(kind) for kind in counts)
+
+    def _each(self, kind: str) -> float:
+        found = self.seconds[kind]
+        return statistics.fmean(found) if found else _PART_SECONDS[kind]
+
+
+def run_study(
+    case: Case,
+    design: Design,
+    folder: StudyFolder,
+    *,
+    place: Place = Place(),  # noqa: B008 (it is frozen)
+    limits: Limits = Limits(),  # noqa: B008 (likewise)
+    tell: Callable[[Progress], None] = lambda progress: None,
+) -> None:
+    """Measures what is missing in the folder; interrupted at any moment, it goes on there when it is called again.
+
+    **Arguments:** `tell`: is told before each part of the work how far all is.
+
+    **Raises:** `ArgumentError` for a limit that cannot be set, or that what is trained does not fit in; what training
+    raises as `CallFailed`.
+    """
+    done = {(run.block, run.setting) for run in folder.runs}
+    missing = [each for each in design.order() if each not in done]
+    if not missing:
+        return
+    with contextlib.ExitStack() as stack:
+        confined = stack.enter_context(Confined(limits, folder.path))
+        stack.callback(shutil.rmtree, folder.scratch(), ignore_errors=True)
+        given = ranks.Begin(
+            case, place, confined.confinement, folder.scratch().absolute(), _cache(folder).absolute(), design.seed
+        )
+        gang = stack.enter_context(_started(place, limits))
+        _Session(gang, given, folder, design, tell).measure(missing)
+
+
+def _cache(folder: StudyFolder) -> Path:
+    path = folder.path / "compiled"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+@contextlib.contextmanager
+def _started(place: Place, limits: Limits) -> Generator[LocalGang, None, None]:
+    log = StringIO()
+    name, level = _GREETINGS
+    environment = {name: os.environ.get(name, level)}
+    try:
+        with LocalGang(place.processes, environment=environment, log=log, timeout_seconds=_START_SECONDS) as gang:
+            yield gang
+    except PeerLost as lost:
+        words = log.getvalue().strip().splitlines()[-5:]
+        reason = f" under the limit memory {limits.memory_bytes >> 20} MiB: allow more" if limits.memory_bytes else ""
+        raise ArgumentError("\n".join([f"a process that trains has ended{reason}; {lost}", *words])) from lost
+
+
+@dataclass
+class _Session:
+    """The processes of a study, and what they have made so far."""
+
+    gang: LocalGang
+    given: ranks.Begin
+    folder: StudyFolder
+    design: Design
+    tell: Callable[[Progress], None]
+    pace: _Pace = field(default_factory=_Pace)
+    prepared: set[tuple[Setting, bool]] = field(default_factory=set[tuple[Setting, bool]])
+
+    def measure(self, missing: list[tuple[int, Setting]]) -> None:
+        """Runs all of these, in order."""
+        self._say(missing, 0, "starting")
+        self.gang.run(ranks.begin, self.given, keep=_BENCH, timeout_seconds=_RUN_SECONDS)
+        bench = self.gang.kept(_BENCH)
+        for at, (block, setting) in enumerate(missing):
+            if (key := _programs(setting)) not in self.prepared:
+                self._say(missing, at, f"compiling {setting.name}")
+                self._timed("prepare", ranks.prepare, bench, setting)
+                self.prepared.add(key)
+            self._say(missing, at, f"block {block + 1} of {self.design.num_blocks}: {setting.name}")
+            length = self.design.length(setting)
+            spans: list[list[Span]] = self._timed("run", ranks.measure, bench, setting, length)
+            trace = merged(spans)
+            self.folder.append(to_run(block, setting, trace, length))
+            path = self.folder.trace_path(setting.name)
+            if not path.exists():
+                trace.save(path)
+        with contextlib.suppress(CallFailed):
+            self.gang.run(ranks.leave, bench, timeout_seconds=_START_SECONDS)
+        self.tell(Progress(len(missing), len(missing), "measured", 0.0))
+
+    def _timed(self, kind: str, fn: Callable[..., Any], *given: Any) -> list[Any]:
+        begun = time.perf_counter()
+        found = self.gang.run(fn, *given, timeout_seconds=_RUN_SECONDS)
+        self.pace.seconds[kind].append(time.perf_counter() - begun)
+        return found
+
+    def _say(self, missing: list[tuple[int, Setting]], at: int, doing: str) -> None:
+        keys = {_programs(setting) for _, setting in missing}
+        to_make = len({_programs(setting) for _, setting in missing[at:]} - self.prepared)
+        done, total = at + len(keys & self.prepared), len(missing) + len(keys)
+        self.tell(Progress(done, total, doing, self.pace.left(to_make, len(missing) - at)))
+
+
+def _programs(setting: Setting) -> tuple[Setting, bool]:
+    """Returns what settings share that need nothing compiled after one another: a snapshot has programs of its own."""
+    return setting.program, setting.checkpoint_every is not None
+
+
+def merged(spans: list[list[Span]]) -> Trace:
+    """Returns one trace of the spans of all processes, which share a clock; threads of others are named by rank."""
+    trace = Trace(max_spans=_MAX_SPANS)
+    for rank, each in enumerate(spans):
+        for span in each:
+            trace.record(span if not rank else span._replace(thread=f"{span.thread} of process {rank}"))
+    return trace
+
+
+def to_run(block: int, setting: Setting, trace: Trace, length: Length) -> Run:
+    """Returns what a trace says of a run: of the steps behind the warm ones. **Raises:** `ArgumentError` for fewer."""
+    steps = attribute(trace).steps[length.num_warm : length.num_warm + length.num_counted]
+    if len(steps) < length.num_counted:
+        raise ArgumentError(
+            f"the trace of {setting.name} has {len(steps)} steps behind {length.num_warm}, expected {length.num_counted}"
+        )
+    counted = Attribution(steps)
+    return Run(block, setting, counted.step_seconds, counted.mean(), tuple(step.seconds for step in steps))

@@ -1,0 +1,55 @@
+"""A run of a study, as its folder keeps it."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from braidax.errors import ArgumentError
+from braidax.tune.attribution import LANES
+
+from .factors import Setting
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was measured of a setting in a block.
+
+    **Fields:** `step_seconds`: the mean over all steps that count, those with a checkpoint too. `lanes`: its parts, by
+    lane. `steps`: seconds of each step that counts, in order.
+    """
+
+    block: int
+    setting: Setting
+    step_seconds: float
+    lanes: Mapping[str, float]
+    steps: tuple[float, ...]
+
+    def to_line(self) -> str:
+        """Returns it as a line of JSON."""
+        fields = {
+            "block": self.block,
+            "setting": self.setting.to_dict(),
+            "step_seconds": self.step_seconds,
+            "lanes": dict(self.lanes),
+            "steps": list(self.steps),
+        }
+        return json.dumps(fields) + "\n"
+
+    @staticmethod
+    def from_line(line: str, where: str) -> "Run":
+        """Returns what `to_line` has written. **Arguments:** `where`: file and line. **Raises:** `ArgumentError`."""
+        try:
+            found = cast("dict[str, Any]", json.loads(line))
+            lanes = {lane: float(found["lanes"][lane]) for lane in LANES}
+            steps = tuple(float(one) for one in found["steps"])
+            seconds = float(found["step_seconds"])
+            if not all(math.isfinite(one) and one >= 0 for one in (seconds, *lanes.values(), *steps)):
+                raise ValueError("it has a number that is no time")
+            return Run(int(found["block"]), Setting(**found["setting"]), seconds, lanes, steps)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArgumentError(
+                f"{where} has {line[:60]!r}, which is no run of a study ({error}): remove that line, and what it had "
+                "is measured again"
+            ) from error
