@@ -1,4 +1,4 @@
-"""The command line: `braidax train`, `braidax plan`, `braidax launch`, `braidax frame` and `braidax inspect`.
+"""The command line: `braidax train`, `braidax plan`, `braidax study`, `braidax launch`, `braidax frame`, `braidax inspect`.
 
 Each command imports what it needs when it is called: `launch` does not wait for JAX.
 """
@@ -42,6 +42,10 @@ _ON_ERROR_HELP = "Skip bad records, 100 at most, and list them in OUT/skipped.js
 _TARGET_HELP = "Compile it for a machine that need not be here, such as h100:8 or v5e:4x4; or for what is here."
 _MEASURE_HELP = "Measure what the devices here compute and send; rotated and fully_sharded axes choose by that."
 _MEMORY_HELP = "GB of a device that variables may take, with --measure."
+_CASE_HELP = "digits, cifar-resnet18, cifar-resnet50, imagenet-resnet18, imagenet-resnet50 or imdb-bert."
+_LIMIT_HELP = "Of what trains, such as memory=2G,cores=1,disk=50M,network=100M; bytes, and bits of a network."
+_PAIRS_HELP = "Some of checkfreq-ddp,sync-prefetch,pipedream-checkfreq,pipedream-prefetch,full."
+_BLOCKS_HELP = "How often each setting is run; 6 or more for intervals of 95 %."
 _PRESET_HELP = "How large the model is: full, perhaps small, or tiny."
 
 app = typer.Typer(
@@ -183,6 +187,25 @@ def _plan(
             typer.echo(step.plan.to_json() if json else str(step.plan))
         else:
             tell(step, target, as_json=json)
+
+
+@app.command("study")
+def _study(
+    case: Annotated[str, typer.Option(help=_CASE_HELP)] = "digits",
+    quick: Annotated[bool, typer.Option("--quick", help="A small model, few steps: within a minute or so.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of the study.", show_default="studies/CASE")] = None,
+    data: Annotated[Path | None, typer.Option(help="The real samples as downloaded; or made-up ones.")] = None,
+    processes: Annotated[int, typer.Option("--processes", "-n", min=1, max=2, help="That train together.")] = 1,
+    limit: Annotated[str | None, typer.Option(help=_LIMIT_HELP)] = None,
+    pairs: Annotated[str | None, typer.Option(help=_PAIRS_HELP, show_default="all")] = None,
+    blocks: Annotated[int | None, typer.Option(min=1, help=_BLOCKS_HELP, show_default="8")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order, the parameters and the shuffle.")] = 0,
+) -> None:
+    """Measure how prefetch, checkpoints, gradient sync and stages overlap; run it again to go on."""
+    from braidax.cli.study import Wanted, study
+
+    wanted = Wanted(case, data, quick, processes, limit, pairs, blocks, seed)
+    study(wanted, Path("studies") / case if out is None else out)
 
 
 @app.command("launch", context_settings={"allow_interspersed_args": False})

@@ -27,7 +27,9 @@ class Knobs:
         if self.threads is not None and self.threads < 1:
             raise ArgumentError(f"threads={self.threads!r} is not a positive integer; None lets the loader adapt it")
         if self.prefetch is not None and self.prefetch < 0:
-            raise ArgumentError(f"prefetch={self.prefetch!r} is not an integer from 0 on; None lets the loader adapt it")
+            raise ArgumentError(
+                f"prefetch={self.prefetch!r} is not an integer from 0 on; None lets the loader adapt it"
+            )
         if not 0 < self.timeout_seconds < threading.TIMEOUT_MAX:
             raise ArgumentError(f"timeout_seconds={self.timeout_seconds!r} is not a finite, positive number of seconds")
         if self.max_bytes < 1:

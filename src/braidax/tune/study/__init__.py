@@ -6,6 +6,7 @@ from .factors import FACTORS, PAIRS, Factor, Levels, Setting, Sweep, crossed, pa
 from .folder import FORMAT, StudyFolder
 from .limits import Limits, parse_limits
 from .runner import Progress, run_study
+from .report import Written, write_report
 from .runs import Run
 
 __all__ = [
@@ -25,10 +26,12 @@ __all__ = [
     "StudyFolder",
     "Sweep",
     "Workload",
+    "Written",
     "crossed",
     "parse_limits",
     "parse_pairs",
     "run_study",
     "sweep",
     "sweeps_of",
+    "write_report",
 ]

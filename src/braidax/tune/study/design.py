@@ -77,7 +77,11 @@ class Design:
 
 def sweeps_of(levels: Levels, factors: Sequence[Factor], *, quick: bool) -> tuple[Sweep, ...]:
     """Returns the sweeps of a study: each factor with all others off and, in a long one, with all others on."""
-    values: dict[Factor, tuple[int, ...]] = {"prefetch": (1, 2, 4, 8), "checkpoint": (1, 2, 5, 10), "pipeline": (2, 4, 8)}
+    values: dict[Factor, tuple[int, ...]] = {
+        "prefetch": (1, 2, 4, 8),
+        "checkpoint": (1, 2, 5, 10),
+        "pipeline": (2, 4, 8),
+    }
     if quick:
         values = {"prefetch": (1, levels.prefetch), "checkpoint": (1, levels.checkpoint_every)}
     besides = ((),) if quick else ((), tuple(factors))

@@ -120,7 +120,9 @@ def crossed(levels: Levels, factors: Sequence[Factor]) -> tuple[Setting, ...]:
 def sweep(levels: Levels, factor: Factor, values: Sequence[int], beside: Sequence[Factor] = ()) -> Sweep:
     """Returns a factor at several values, first off, the factors `beside` being on. **Raises:** as `Setting`."""
     if factor == "sync":
-        raise ArgumentError('factor="sync" has two values, which all experiments compare: expected another one to sweep')
+        raise ArgumentError(
+            'factor="sync" has two values, which all experiments compare: expected another one to sweep'
+        )
     start = levels.setting(one for one in beside if one != factor)
     settings = (start, *(replace(start, **{_FIELDS[factor]: value}) for value in values))
     return Sweep(factor, tuple(one for one in beside if one != factor), tuple(values), settings)

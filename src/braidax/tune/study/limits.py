@@ -43,7 +43,9 @@ class Limits:
                 f"limit memory={self.memory_bytes} bytes: JAX alone takes {_LEAST_MEMORY >> 20}M; allow more"
             )
         if self.cores is not None and not 0 < self.cores <= usable_cores():
-            raise ArgumentError(f"limit cores={self.cores:g}: expected more than 0, up to the {usable_cores()} there are")
+            raise ArgumentError(
+                f"limit cores={self.cores:g}: expected more than 0, up to the {usable_cores()} there are"
+            )
         for name in ("disk_bytes_per_second", "network_bits_per_second"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -90,7 +92,9 @@ def _number(text: str, value: str, units: Mapping[str, float]) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise ArgumentError(f"--limit {text}: {value!r} is no number above 0, such as {'1' if len(units) == 1 else '50M'}")
+        raise ArgumentError(
+            f"--limit {text}: {value!r} is no number above 0, such as {'1' if len(units) == 1 else '50M'}"
+        )
     return number
 
 

@@ -57,7 +57,9 @@ class Bench:
         made = self._of(setting)
         trace = Trace(max_spans=_MAX_SPANS)
         folder = self._scratch / f"run-{os.getpid()}" if jax.process_count() == 1 else self._scratch / "run"
-        saver = None if setting.checkpoint_every is None else Checkpointer(folder, Every(setting.checkpoint_every), keep=1)
+        saver = (
+            None if setting.checkpoint_every is None else Checkpointer(folder, Every(setting.checkpoint_every), keep=1)
+        )
         num_steps = length.num_warm + length.num_counted
         try:
             with self._loader(made.step, setting, num_steps) as loader:
@@ -110,4 +112,3 @@ class Bench:
             microbatches=pieces,
             compiler_options=apart,
         )
-

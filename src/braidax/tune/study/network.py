@@ -49,7 +49,9 @@ def make_network(bits_per_second: int, addresses: Sequence[str]) -> Network:
             _run("ip", "-n", network.name, "address", "add", f"{address}/32", "dev", "lo")
         tc = ("tc", "-n", network.name)
         _run(*tc, "qdisc", "add", "dev", "lo", "root", "handle", "1:", "htb", "default", "10")
-        burst = max(2 * _PACKET_BYTES, bits_per_second // 8 // 200)  # what goes out between two ticks of a clock of 250 Hz
+        burst = max(
+            2 * _PACKET_BYTES, bits_per_second // 8 // 200
+        )  # what goes out between two ticks of a clock of 250 Hz
         rate = ("htb", "rate", f"{bits_per_second}bit", "burst", str(burst), "cburst", str(burst), "quantum", "60000")
         _run(*tc, "class", "add", "dev", "lo", "parent", "1:", "classid", "1:10", *rate)
     except BaseException:
