@@ -1,4 +1,4 @@
-"""The command line: `braidax train`, `braidax plan`, `braidax study`, `braidax launch`, `braidax frame`, `braidax inspect`.
+"""The command line: `braidax train`, `plan`, `study`, `launch`, `frame` and `inspect`.
 
 Each command imports what it needs when it is called: `launch` does not wait for JAX.
 """

@@ -82,8 +82,10 @@ def _reviews(folder: Path) -> Path:
 
 def _small(layers: int, batch_size: int, image_size: int | None = None) -> tuple[_Size, _Size]:
     """Returns the sizes of a residual network."""
-    given: dict[str, int | str] = {"num_layers": layers} | ({} if image_size is None else {"image_size": image_size})
-    pixels = f"{image_size or 32}×{image_size or 32} pixels"  # noqa: RUF001 (as sizes are told)
+    given: dict[str, int | str] = {"num_layers": layers}
+    if image_size is not None:
+        given["image_size"] = image_size
+    pixels = f"{image_size or 32}×{image_size or 32} pixels"
     full = _Size(batch_size, f"ResNet-{layers} with 16 filters, {pixels}", {**given, "preset": "small"})
     tiny = _Size(
         batch_size, f"ResNet-{layers} with 4 filters and a block a stage, {pixels}", {**given, "preset": "tiny"}
@@ -93,13 +95,13 @@ def _small(layers: int, batch_size: int, image_size: int | None = None) -> tuple
 
 _WRN = "wide ResNet, width factor 2, 8 filters"
 _CIFAR = ("CIFAR-10", "10,000 random images in the files of CIFAR-10's binary version")
-_IMAGENET = ("ImageNet", "400 made-up JPEG files of 500×375 pixels in 10 folders, as ImageNet's lie")  # noqa: RUF001
+_IMAGENET = ("ImageNet", "400 made-up JPEG files of 500×375 pixels in 10 folders, as ImageNet's lie")
 _IMDB = ("IMDB", "2,000 texts of made-up words in the folders of aclImdb")
 
 _CASES: dict[str, _Named] = {
     "digits": _Named(
         "digits / WRN",
-        "1,500 real 8×8 images that scikit-learn ships",  # noqa: RUF001
+        "1,500 real 8×8 images that scikit-learn ships",
         None,
         _digits,
         None,

@@ -5,7 +5,7 @@ import platform
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from braidax.tune.study import (
 from braidax.tune.study import Progress as Done
 from braidax.tune.study.report.sentences import of_best, of_hypothesis
 
-_QUICK = {"num_blocks": 6, "num_steps": 10}
+_QUICK, _FULL = (6, 5), (8, 30)  # blocks, and steps of a run
 _PLAIN_SECONDS = 5.0  # between lines where there is no terminal
 
 
@@ -67,7 +67,7 @@ def study(wanted: Wanted, out: Path) -> None:
     kept = f", {len(folder.runs)} of them done before" if folder.runs else ""
     console.print(f"{case.title}: {len(design.settings)} settings, {design.num_blocks} blocks, {num_runs} runs{kept}")
     for name, fact in case.facts.items():
-        console.print(f"  {name}: {fact}", highlight=False)
+        console.print(f"  {name}: {fact}", highlight=False, soft_wrap=True)
     try:
         with _shown(console) as tell:
             run_study(case, design, folder, place=place, limits=limits, tell=tell)
@@ -79,12 +79,9 @@ def study(wanted: Wanted, out: Path) -> None:
 
 def _design(wanted: Wanted, pairs: tuple[str, ...]) -> Design:
     levels = Levels()
-    sizes = dict(_QUICK) if wanted.quick else {}
-    if wanted.blocks is not None:
-        sizes["num_blocks"] = wanted.blocks
-    first = Design(pairs, levels, seed=wanted.seed, **sizes)
-    sweeps = sweeps_of(levels, first.factors, quick=wanted.quick)
-    return Design(pairs, levels, sweeps, seed=wanted.seed, **sizes)
+    num_blocks, num_steps = _QUICK if wanted.quick else _FULL
+    first = Design(pairs, levels, (), wanted.blocks or num_blocks, num_steps, wanted.seed)
+    return replace(first, sweeps=sweeps_of(levels, first.factors, quick=wanted.quick))
 
 
 def _about(case: Case, design: Design, place: Place, limits: str) -> dict[str, Any]:
@@ -137,7 +134,7 @@ def _shown(console: Console) -> Generator[Any, None, None]:
         nonlocal last
         if time.monotonic() - last >= _PLAIN_SECONDS or done.done == done.total:
             last = time.monotonic()
-            console.print(f"{done.done} of {done.total}  {_left(done)}  {done.doing}", highlight=False)
+            console.print(f"{done.done} of {done.total}  {_left(done)}  {done.doing}", highlight=False, soft_wrap=True)
 
     yield write
 
@@ -149,8 +146,10 @@ def _left(done: Done) -> str:
 
 def _tell(written: Written, design: Design, console: Console) -> None:
     for one in written.findings.hypotheses:
-        console.print(f"{one.pair}: all on worse than the best single one? {of_hypothesis(one)}", highlight=False)
-    console.print(of_best(written.findings, design), highlight=False)
+        console.print(
+            f"{one.pair}: all on worse than the best single one? {of_hypothesis(one)}", highlight=False, soft_wrap=True
+        )
+    console.print(of_best(written.findings, design), highlight=False, soft_wrap=True)
     names = {"report": written.page, "poster": written.poster, "results": written.results, "tables": written.tables[0]}
     for name, path in names.items():
         console.print(f"{name:<8}{path}", highlight=False, soft_wrap=True)

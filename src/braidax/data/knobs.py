@@ -11,10 +11,11 @@ from braidax.errors import ArgumentError
 class Knobs:
     """What may change while a loader runs.
 
-    **Fields:** `threads`: that read, decode and transform. `prefetch`: batches in flight ahead of the one in use; 0: one
-    is begun when it is asked for. None for either leaves it to `loader.depth`, which adapts it. `timeout_seconds`: the longest wait for one batch.
-    `max_bytes`: of batches in flight, which holds `prefetch` down to 1 at least. `hedge_seconds`: when a read that is
-    waited for is done a second time; None: when it takes much longer than the others; 0: always; infinity: never.
+    **Fields:** `threads`: that read, decode and transform. `prefetch`: batches in flight ahead of the one in use; 0:
+    each is begun when it is asked for. None for either leaves it to `loader.depth`, which adapts it. `timeout_seconds`:
+    the longest wait for one batch. `max_bytes`: of batches in flight, which holds `prefetch` down to 1 at least.
+    `hedge_seconds`: when a read that is waited for is done a second time; None: when it takes much longer than the
+    others; 0: always; infinity: never.
     """
 
     threads: int | None = None

@@ -5,8 +5,8 @@ from .design import Design, Length, sweeps_of
 from .factors import FACTORS, PAIRS, Factor, Levels, Setting, Sweep, crossed, parse_pairs, sweep
 from .folder import FORMAT, StudyFolder
 from .limits import Limits, parse_limits
-from .runner import Progress, run_study
 from .report import Written, write_report
+from .runner import Progress, run_study
 from .runs import Run
 
 __all__ = [

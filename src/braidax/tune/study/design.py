@@ -1,7 +1,7 @@
 """What a study measures: settings, in blocks of random order, so many steps each."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class Design:
     """
 
     pairs: tuple[str, ...] = tuple(PAIRS)
-    levels: Levels = Levels()
+    levels: Levels = field(default_factory=Levels)
     sweeps: tuple[Sweep, ...] = ()
     num_blocks: int = 8
     num_steps: int = 30

@@ -123,9 +123,10 @@ def sweep(levels: Levels, factor: Factor, values: Sequence[int], beside: Sequenc
         raise ArgumentError(
             'factor="sync" has two values, which all experiments compare: expected another one to sweep'
         )
-    start = levels.setting(one for one in beside if one != factor)
+    others: list[Factor] = [one for one in beside if one != factor]
+    start = levels.setting(others)
     settings = (start, *(replace(start, **{_FIELDS[factor]: value}) for value in values))
-    return Sweep(factor, tuple(one for one in beside if one != factor), tuple(values), settings)
+    return Sweep(factor, tuple(others), tuple(values), settings)
 
 
 def parse_pairs(text: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from .runs import Run
 from .statistics import Estimate, Sign, contrast, estimate, interaction, mean_contrast, percent
 
 _EFFECT: dict[Sign, str] = {"less": "pays", "more": "does not pay", "undecided": "undecided"}
-_COST: dict[Sign, str] = {"less": "costs nothing", "more": "costs time", "undecided": "costs nothing that shows"}
+_COST: dict[Sign, str] = {"less": "costs nothing", "more": "costs time", "undecided": "no cost shows"}
 _CROSSED: dict[Sign, str] = {
     "less": "better together",
     "more": "in each other's way",
@@ -116,7 +116,7 @@ def find(design: Design, runs: Sequence[Run]) -> Findings:
     table = _Table(design, runs)
     levels, factors = design.levels, design.factors
     timed = tuple(Timed(one, label(one, design), estimate(table.of(one)), table.lanes(one)) for one in design.settings)
-    is_full = set(levels.setting(some) for some in _subsets(factors)) <= set(design.settings)
+    is_full = {levels.setting(some) for some in _subsets(factors)} <= set(design.settings)
     effects = tuple(_effect(table, factor, factors, is_full=is_full) for factor in factors)
     pairs = [pair for pair in itertools.combinations(factors, 2) if levels.setting(pair) in design.settings]
     crossed = tuple(_crossed(table, pair, factors, is_full=is_full) for pair in pairs)
@@ -175,7 +175,7 @@ def _subsets(factors: Sequence[Factor]) -> list[tuple[Factor, ...]]:
 
 
 def _effect(table: _Table, factor: Factor, factors: Sequence[Factor], *, is_full: bool) -> Effect:
-    others = [one for one in factors if one != factor]
+    others: list[Factor] = [one for one in factors if one != factor]
     alone = contrast([table.on(factor)], [table.on()])
     with_others = on_average = None
     if is_full and others:
@@ -187,9 +187,10 @@ def _effect(table: _Table, factor: Factor, factors: Sequence[Factor], *, is_full
 
 def _crossed(table: _Table, pair: tuple[Factor, Factor], factors: Sequence[Factor], *, is_full: bool) -> Crossed:
     one, other = pair
+    left: list[Factor] = [each for each in factors if each not in pair]
     alone = interaction(table.on(one, other), table.on(one), table.on(other), table.on())
     on_average = None
-    rest = _subsets([each for each in factors if each not in pair])
+    rest = _subsets(left)
     if is_full and len(rest) > 1:
         plus = sum((table.on(one, other, *some) + table.on(*some) for some in rest), np.zeros(()))
         minus = sum((table.on(one, *some) + table.on(other, *some) for some in rest), np.zeros(()))
@@ -199,7 +200,7 @@ def _crossed(table: _Table, pair: tuple[Factor, Factor], factors: Sequence[Facto
 
 
 def _hypothesis(table: _Table, pair: str) -> Hypothesis:
-    factors = [one for one in FACTORS if one in PAIRS[pair]]
+    factors: list[Factor] = [one for one in FACTORS if one in PAIRS[pair]]
     best = min(factors, key=lambda one: float(np.median(table.on(one))))
     difference = contrast([table.on(*factors)], [table.on(best)])
     share = percent(difference.value, float(np.median(table.on(best))))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast, final
 
 from braidax.errors import ArgumentError
+from braidax.spans import Trace
 
 from .runs import Run
 
@@ -66,10 +67,14 @@ class StudyFolder:
             os.fsync(file.fileno())
         self._runs.append(run)
 
-    def trace_path(self, setting: str) -> Path:
-        """Returns where the trace of a setting goes, by its name."""
-        (self.path / _TRACES).mkdir(exist_ok=True)
-        return self.path / _TRACES / f"{setting}.json"
+    def keep_trace(self, setting: str, trace: Trace, *, is_first: bool) -> None:
+        """Keeps the trace of a run under the setting's name: that of the first block, or any where there is none."""
+        path = self.path / _TRACES / f"{setting}.json"
+        if is_first or not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            part = path.with_name(f".{os.getpid()}.part")
+            trace.save(part)
+            part.replace(path)
 
     def scratch(self) -> Path:
         """Returns the folder for checkpoints, which nobody keeps."""

@@ -111,10 +111,10 @@ class Confinement:
         """Confines this process; its network is that of this thread, and of those that it starts from now on."""
         for path in self.groups:
             Path(path).write_text(str(os.getpid()))
-        for thread in os.listdir("/proc/self/task") if self.cores else ():
-            os.sched_setaffinity(int(thread), self.cores)
+        for thread in Path("/proc/self/task").iterdir() if self.cores else ():
+            os.sched_setaffinity(int(thread.name), self.cores)
         if self.network is not None:
-            with open(self.network, "rb") as file:
+            with Path(self.network).open("rb") as file:
                 if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
                     raise OSError(ctypes.get_errno(), f"{self.network} cannot be entered")
 

@@ -25,7 +25,7 @@ _NUM_STAGES = 2
 _MAX_SPANS = 200_000
 _WHOLE_BYTES = 1 << 40  # more than any gradients have
 _EACH_APART = {"xla_disable_hlo_passes": "all-reduce-combiner"}
-"""The compiler for CPUs puts all sums together that need not wait for one another, by a pass that has no limit to set."""
+"""The compiler for CPUs puts all sums together that need not wait for one another, in a pass without a limit to set."""
 
 
 @dataclass

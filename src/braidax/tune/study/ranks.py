@@ -23,7 +23,7 @@ _THREADS_PER_DEVICE = 2
 
 @dataclass(frozen=True)
 class Begin:
-    """What a rank begins with. **Fields:** `seed`: of parameters and samples. `cache`: a folder for compiled programs."""
+    """What a rank begins with. **Fields:** `cache`: a folder for compiled programs. `seed`: of parameters, samples."""
 
     case: Case
     place: Place

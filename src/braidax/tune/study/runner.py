@@ -26,6 +26,7 @@ from .runs import Run
 
 _BENCH = "bench"
 _START_SECONDS = 120.0
+_GRACE_SECONDS = 2.0  # that processes may take to end on Ctrl-C: they have nothing to save
 _RUN_SECONDS = 1800.0  # that one run, or the making of its programs, may take
 _MAX_SPANS = 400_000
 _PART_SECONDS = {"prepare": 4.0, "run": 0.5}  # guesses, until the first of each is measured
@@ -99,9 +100,16 @@ def _cache(folder: StudyFolder) -> Path:
 def _started(place: Place, limits: Limits) -> Generator[LocalGang, None, None]:
     log = StringIO()
     name, level = _GREETINGS
+    limits_of = {"grace_seconds": _GRACE_SECONDS, "timeout_seconds": _START_SECONDS}
     environment = {name: os.environ.get(name, level)}
     try:
-        with LocalGang(place.processes, environment=environment, log=log, timeout_seconds=_START_SECONDS) as gang:
+        with LocalGang(
+            place.processes,
+            environment=environment,
+            log=log,
+            grace_seconds=_GRACE_SECONDS,
+            timeout_seconds=_START_SECONDS,
+        ) as gang:
             yield gang
     except PeerLost as lost:
         words = log.getvalue().strip().splitlines()[-5:]
@@ -135,10 +143,9 @@ class _Session:
             length = self.design.length(setting)
             spans: list[list[Span]] = self._timed("run", ranks.measure, bench, setting, length)
             trace = merged(spans)
-            self.folder.append(to_run(block, setting, trace, length))
-            path = self.folder.trace_path(setting.name)
-            if not path.exists():
-                trace.save(path)
+            run = to_run(block, setting, trace, length)
+            self.folder.keep_trace(setting.name, trace, is_first=block == 0)
+            self.folder.append(run)
         with contextlib.suppress(CallFailed):
             self.gang.run(ranks.leave, bench, timeout_seconds=_START_SECONDS)
         self.tell(Progress(len(missing), len(missing), "measured", 0.0))
@@ -175,7 +182,8 @@ def to_run(block: int, setting: Setting, trace: Trace, length: Length) -> Run:
     steps = attribute(trace).steps[length.num_warm : length.num_warm + length.num_counted]
     if len(steps) < length.num_counted:
         raise ArgumentError(
-            f"the trace of {setting.name} has {len(steps)} steps behind {length.num_warm}, expected {length.num_counted}"
+            f"the trace of {setting.name} has {len(steps)} steps behind {length.num_warm}, expected "
+            f"{length.num_counted}"
         )
     counted = Attribution(steps)
     return Run(block, setting, counted.step_seconds, counted.mean(), tuple(step.seconds for step in steps))

@@ -64,12 +64,13 @@ def _legend(width: float) -> list[Shape]:
 def heat_map(findings: Findings, factors: Sequence[Factor], *, cell: float = 112.0) -> Drawing:
     """Draws each factor's effect on the diagonal and each pair's interaction beside it, in milliseconds a step."""
     left, top, high = 86.0, 26.0, 64.0
+    letters = min(1.0, cell / 100)
     found = {(one.factors[0], one.factors[1]): one for one in findings.crossed}
     effects = {one.factor: one for one in findings.effects}
     largest = max([abs(one.alone.value) for one in [*findings.crossed, *findings.effects]], default=0.0) or 1.0
     shapes: list[Shape] = []
     for column, factor in enumerate(factors):
-        shapes.append(Words(left + (column + 0.5) * cell, top - 8, factor, 12, "middle"))
+        shapes.append(Words(left + (column + 0.5) * cell, top - 8, factor, 12 * letters, "middle"))
         shapes.append(Words(left - 8, top + (column + 0.5) * high + 4, factor, 12, "end"))
     for row, one in enumerate(factors):
         for column, other in enumerate(factors):
@@ -87,9 +88,9 @@ def heat_map(findings: Findings, factors: Sequence[Factor], *, cell: float = 112
             )
             shapes.append(Box(x + 1, y + 1, cell - 2, high - 2, role, tip, strength))
             shapes.append(
-                Words(x + cell / 2, y + 26, f"{_signed(value.value)} ms", 14, "middle", is_bold=row == column)
+                Words(x + cell / 2, y + 26, f"{_signed(value.value)} ms", 14 * letters, "middle", is_bold=row == column)
             )
-            shapes.append(Words(x + cell / 2, y + 44, what.verdict, 10, "middle", "text"))
+            shapes.append(Words(x + cell / 2, y + 44, what.verdict, 10.5 * letters, "middle"))
     size = left + len(factors) * cell, top + len(factors) * high
     return Drawing("Effects and interactions", *size, tuple(shapes))
 

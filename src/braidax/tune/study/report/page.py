@@ -1,7 +1,7 @@
 """The report: one page that asks for nothing from elsewhere, for light and dark screens, and for narrow ones."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,12 @@ a{color:var(--accent);text-decoration:none}a:hover{text-decoration:underline}p{m
 .faint{color:var(--faint)}.wide{overflow-x:auto}svg{display:block;width:100%;height:auto}svg text{font-family:inherit}
 table{border-collapse:collapse;font-size:13px;min-width:100%}th,td{padding:4px 8px;border-bottom:1px solid var(--line);
 text-align:right;white-space:nowrap}th:first-child,td:first-child,.words{text-align:left}
-.verdict{border:1px solid var(--line);border-left:5px solid var(--faint);border-radius:6px;padding:8px 12px;margin:8px 0}
+.verdict{border:1px solid var(--line);border-left:5px solid var(--faint);border-radius:6px;padding:8px 12px;
+margin:8px 0}
 .confirmed{border-left-color:var(--more)}.refuted{border-left-color:var(--less)}
 details{border-bottom:1px solid var(--line);padding:5px 0}summary{cursor:pointer}
-.sweeps{display:grid;grid-template-columns:repeat(auto-fit,minmax(300px,1fr));gap:10px}.sweeps svg{min-width:0!important}
+.sweeps{display:grid;grid-template-columns:repeat(auto-fit,minmax(300px,1fr));gap:10px}
+.sweeps svg{min-width:0!important}
 details:target{outline:2px solid var(--accent)}
 """
 _SCRIPT = """
@@ -117,7 +119,7 @@ def _effects(findings: Findings, ids: Mapping[str, str]) -> str:
     rows = ["<th>what</th><th>ms a step</th><th>interval</th><th>at</th><th>average</th><th>interval</th>"]
     rows[0] += '<th class="words">verdict</th><th class="words">from</th>'
     found = [(one.factor, one) for one in findings.effects]
-    found += [(" × ".join(one.factors), one) for one in findings.crossed]  # noqa: RUF001 (as experiments are told)
+    found += [(" × ".join(one.factors), one) for one in findings.crossed]
     for what, one in found:
         alone, average = (_number(each, one.names[0], ids) for each in (one.alone, one.on_average))
         words = (
@@ -142,10 +144,10 @@ def _settings(findings: Findings, ids: Mapping[str, str]) -> str:
     heads = "".join(f"<th>{lane}</th>" for lane in LANES)
     rows = [f"<th>setting</th><th>ms a step</th><th>interval</th><th>at</th>{heads}"]
     for one in _in_order(findings.timed):
-        link: Callable[[str], str] = lambda text, name=one.setting.name: f'<a href="#{ids[name]}">{text}</a>'
-        lanes = "".join(f"<td>{link(milliseconds(one.lanes[lane]))}</td>" for lane in LANES)
+        to = f'<a href="#{ids[one.setting.name]}">'
+        lanes = "".join(f"<td>{to}{milliseconds(one.lanes[lane])}</a></td>" for lane in LANES)
         number = _number(one.seconds, one.setting.name, ids)
-        rows.append(f"<td>{link(escape(one.label))}</td>{number}<td>{surety(one.seconds)}</td>{lanes}")
+        rows.append(f"<td>{to}{escape(one.label)}</a></td>{number}<td>{surety(one.seconds)}</td>{lanes}")
     return f"<h2>All settings</h2>{_table(rows)}"
 
 
@@ -160,12 +162,13 @@ def _timeline(one: Timed, ids: Mapping[str, str], design: Design, folder: Path) 
 
 def _method(design: Design) -> str:
     return (
-        "<h2>How it was measured</h2><p>Each run trains through the library's own loop; programs are compiled before, and "
-        f"stay. A block has each of the {len(design.settings)} settings once, in random order (seed {design.seed}); every "
-        f"second block goes back the way of the one before. {design.num_blocks} blocks, at least {design.num_steps} steps "
-        "a run, whole intervals between checkpoints. The time of a run is the mean over its steps. Numbers are medians over "
-        "blocks of differences within blocks; intervals are between ranks of their pairwise means (Wilcoxon), exact "
-        "for symmetric noise, and say how often they hold the true value. Many comparisons are made: of twenty intervals "
-        "at 95 % one misses by accident. Bubble and persist interference are estimates of the attribution; a pipeline "
-        "on devices that share cores computes less at once than one on devices of its own.</p>"
+        "<h2>How it was measured</h2><p>Each run trains through the library's own loop; programs are compiled before, "
+        f"and stay. A block has each of the {len(design.settings)} settings once, in random order (seed {design.seed}); "
+        f"every second block goes back the way of the one before. {design.num_blocks} blocks, at least "
+        f"{design.num_steps} steps a run, whole intervals between checkpoints. The time of a run is the mean over its "
+        "steps. Numbers are medians over blocks of differences within blocks; intervals are between ranks of their "
+        "pairwise means (Wilcoxon), exact for symmetric noise, and say how often they hold the true value. Many "
+        "comparisons are made: of twenty intervals at 95 % one misses by accident. Bubble and persist interference are "
+        "estimates of the attribution; a pipeline on devices that share cores computes less at once than one on devices "
+        "of its own.</p>"
     )

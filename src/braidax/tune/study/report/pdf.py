@@ -12,7 +12,7 @@ _HELVETICA = dict(zip(range(32, 127), map(int, _WIDTHS.split()), strict=True))
 """The widths of Helvetica's letters, in thousandths of its size, from the metrics that Adobe publishes."""
 
 _BOLD_WIDER = 1.06
-_REPLACED = str.maketrans({"−": "-", "∅": "0", "≤": "<", "≥": ">", "→": ">", "‑": "-"})  # noqa: RUF001
+_REPLACED = str.maketrans({"−": "-", "∅": "0", "≤": "<", "≥": ">", "→": ">", "‑": "-"})
 
 
 def text_width(text: str, size: float, *, is_bold: bool = False) -> float:

@@ -11,7 +11,7 @@ from .drawing import Drawing, Shape, Stroke, Words, moved
 from .pdf import text_width
 from .sentences import of_best, of_crossed, of_effect, of_hypothesis
 
-_WIDTH, _HEIGHT, _EDGE, _RIGHT = 1190.0, 842.0, 36.0, 826.0  # A3, lying
+_WIDTH, _HEIGHT, _EDGE, _RIGHT = 1190.0, 842.0, 36.0, 770.0  # A3, lying
 _MAX_SWEEPS = 2
 
 

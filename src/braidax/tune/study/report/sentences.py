@@ -37,11 +37,13 @@ def of_crossed(findings: Findings) -> list[str]:
     sure = [one for one in findings.crossed if one.alone.sign != "undecided"]
     sure.sort(key=lambda one: -abs(one.alone.value))
     found = [
-        f"{one.factors[0]} and {one.factors[1]} are {one.verdict}: together {_change(one.alone)} beyond the sum of both."
+        f"{one.factors[0]} and {one.factors[1]} are {one.verdict}: both on take {_change(one.alone)} "
+        "than the sum of what each changes."
         for one in sure
     ]
     left = len(findings.crossed) - len(sure)
-    return [*found, f"Of {left} other pairs the interval holds 0."] if left else found
+    others = f"{left} other pairs" if sure else f"all {left} pairs"
+    return [*found, f"Of {others} the interval of the interaction holds 0."] if left > 1 else found
 
 
 def of_best(findings: Findings, design: Design) -> str:

@@ -49,8 +49,8 @@ def timeline(path: Path, first_step: int, *, width: float = 760.0) -> Drawing:
                 rows[tracks[one["tid"]]].append(what)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ArgumentError(
-            f"{path} is no trace of a study ({type(error).__name__}: {error}); remove it and run the same command: "
-            "with --out elsewhere it is measured anew"
+            f"{path} is no trace of this study ({type(error).__name__}: {error}); bring it back, or give another "
+            "--out, where all is measured anew"
         ) from error
     return _drawn(rows, begun, ended, width)
 
