@@ -112,7 +112,7 @@ class Sweep:
 
 def crossed(levels: Levels, factors: Sequence[Factor]) -> tuple[Setting, ...]:
     """Returns all mixes of some factors, the others being off: nothing first, all on last."""
-    picked = [factor for factor in FACTORS if factor in factors]
+    picked: list[Factor] = [factor for factor in FACTORS if factor in factors]
     subsets = (some for count in range(len(picked) + 1) for some in itertools.combinations(picked, count))
     return tuple(levels.setting(some) for some in subsets)
 

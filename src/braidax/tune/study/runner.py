@@ -100,7 +100,6 @@ def _cache(folder: StudyFolder) -> Path:
 def _started(place: Place, limits: Limits) -> Generator[LocalGang, None, None]:
     log = StringIO()
     name, level = _GREETINGS
-    limits_of = {"grace_seconds": _GRACE_SECONDS, "timeout_seconds": _START_SECONDS}
     environment = {name: os.environ.get(name, level)}
     try:
         with LocalGang(
@@ -148,7 +147,7 @@ class _Session:
             self.folder.append(run)
         with contextlib.suppress(CallFailed):
             self.gang.run(ranks.leave, bench, timeout_seconds=_START_SECONDS)
-        self.tell(Progress(len(missing), len(missing), "measured", 0.0))
+        self._say(missing, len(missing), "measured")
 
     def _timed(self, kind: str, fn: Callable[..., Any], *given: Any) -> list[Any]:
         begun = time.perf_counter()

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from braidax.errors import ArgumentError
 
-_WANTED = 0.95
+_WANTED, _SURE = 0.95, 0.9
 Sign = Literal["less", "more", "undecided"]
 
 
@@ -32,7 +32,9 @@ class Estimate:
 
     @property
     def sign(self) -> Sign:
-        """Whether it is below or above zero, with all of its interval."""
+        """Whether it is below or above zero, with all of an interval of 90 % at least; of few blocks none is."""
+        if self.coverage < _SURE:
+            return "undecided"
         if self.high < 0:
             return "less"
         return "more" if self.low > 0 else "undecided"
