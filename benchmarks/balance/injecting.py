@@ -4,10 +4,10 @@ Each run is made twice in turn, with and without the 20 ms; what a lane has more
 what was slept. A loop of either run lets its devices finish each step before it goes on: what it sleeps is then hidden
 by nothing. What is injected:
 
-- `data wait`: the source sleeps when the loop has asked for the batch;
+- `data wait`: the loader sleeps before it gives a batch;
 - `dispatch`: `step.update` sleeps before it does anything;
 - `snapshot stall`: the checkpointer's `update` sleeps;
-- `persist interference`: the gradients sleep in a callback while a checkpoint is under way, slowed down to last steps;
+- `persist interference`: the gradients sleep in a callback while a checkpoint is under way, which is written slowly;
 - `exposed communication`: `step.update` waits for a message of a peer, who sleeps before it is sent;
 - `bubble`: what the first of two stages sends goes by a third device, which sleeps in a callback;
 - `compute`: the gradients sleep in a callback.
@@ -17,7 +17,7 @@ import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,15 @@ import optax
 import braidax as bx
 from benchmarks.harness import Report, say
 from braidax.comm import MemoryStore, connect
-from braidax.data.source import Source
 from braidax.parallel.stages.running import measuring
 from braidax.tune import LANES, attribute
 
 INJECTED_SECONDS = 0.02
 CASE = "20 ms injected into a run"
-_WIDTH, _BATCH = 256, 256
-_EVERY = 10  # updates between two checkpoints, of the run that has some
-_PERSIST_SECONDS = 0.15
+_WIDTH, _BATCH = 128, 128
+_STATE_BYTES = 3 * 8 * _WIDTH**2 * 4
+_PERSIST_STEPS = 4  # that a persist lasts, as long as until the next one
+_REST_SECONDS = 0.01  # of the gradients of steps beside which there may be one
 _STAGES_EVERY = 8  # updates, of which the fourth is measured: of a hundred only one would be
 
 
@@ -84,39 +84,12 @@ class Found:
     wall: float
 
 
-class _Asked:
-    """How many batches the loop has asked for."""
+class _InStep(bx.Report):
+    """A report that lets devices finish each step, and notes when they have."""
 
     def __init__(self) -> None:
-        self._count, self._changed = 0, threading.Condition()
-
-    def one_more(self) -> None:
-        """The loop asks."""
-        with self._changed:
-            self._count += 1
-            self._changed.notify_all()
-
-    def wait(self, batch: int) -> None:
-        """Returns when it has asked for a batch, from 0."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._count > batch, timeout=60):
-                raise TimeoutError(f"nobody has asked for batch {batch}")
-
-
-class _InStep(bx.Report):
-    """A report that lets devices finish each step, and notes when they have. **Arguments:** `asked`: is told of."""
-
-    def __init__(self, asked: _Asked) -> None:
         super().__init__(show="nothing", trace=bx.Trace())
         self.ends: list[float] = []
-        self._asked = asked
-
-    @contextlib.contextmanager
-    def waiting(self) -> Generator[None, None, None]:
-        """As of `Report`."""
-        with super().waiting():
-            self._asked.one_more()
-            yield
 
     def update(self, metrics: Any, *, epoch: int, state: Any = None) -> None:
         """As of `Report`."""
@@ -125,36 +98,17 @@ class _InStep(bx.Report):
         self.ends.append(time.perf_counter())
 
 
-class _Source(Source):
-    """Samples, read in their order, that are there when the loop has asked for their batch, and some time later."""
+class _SlowLoader(bx.DataLoader):
+    """Sleeps before it gives a batch."""
 
-    def __init__(self, num_samples: int, asked: _Asked, wait: Callable[[], object] | None) -> None:
-        self._samples = np.random.default_rng(0).normal(size=(num_samples, _WIDTH)).astype(np.float32)
-        self._asked, self._wait, self._lock = asked, wait, threading.Lock()
-        self._batches = set[int]()
+    injection: Injection | None = None
 
-    @property
-    def sample_spec(self) -> Any:
-        """As of `Source`."""
-        return {"x": jax.ShapeDtypeStruct((_WIDTH,), np.dtype(np.float32))}
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def describe(self) -> Mapping[str, str]:
-        """As of `Source`."""
-        return {}
-
-    def read(self, indices: Any, out: Any) -> None:
-        """As of `Source`."""
-        batch = int(indices[0]) // _BATCH
-        self._asked.wait(batch)
-        with self._lock:
-            is_first = batch not in self._batches
-            self._batches.add(batch)
-        if is_first and self._wait is not None:
-            self._wait()
-        np.take(self._samples, indices, axis=0, out=out["x"], mode="clip")
+    def __iter__(self) -> Iterator[Any]:
+        """As of `DataLoader`."""
+        for batch in super().__iter__():
+            if self.injection is not None:
+                self.injection.sleep()
+            yield batch
 
 
 class _SlowSaver(bx.Checkpointer):
@@ -287,10 +241,12 @@ _INJECTED = tuple(lane for lane in LANES if lane != "other")
 
 
 def _step_of(lane: str, injection: Injection) -> Any:
-    called: dict[str, Callable[[], object]] = {
-        "compute": injection.sleep,
-        "persist interference": lambda: injection.sleep() if _under_way() else None,
-    }
+    def beside() -> None:
+        time.sleep(_REST_SECONDS)
+        if _under_way():
+            injection.sleep()
+
+    called: dict[str, Callable[[], object]] = {"compute": injection.sleep, "persist interference": beside}
     loss, batch = _loss(called.get(lane)), {"x": jax.ShapeDtypeStruct((_BATCH, _WIDTH), jnp.float32)}
     axis, devices = ("stage", jax.devices()[:2]) if lane == "bubble" else ("data", jax.devices()[:1])
     mesh = jax.make_mesh((len(devices),), (axis,), devices=devices)
@@ -300,21 +256,21 @@ def _step_of(lane: str, injection: Injection) -> Any:
 
 def _run(lane: str, seconds: float, num_steps: int, folder: Path) -> Found:
     """Trains with an injection of so many seconds into a lane."""
-    injection, asked = Injection(seconds), _Asked()
-    step, report = _step_of(lane, injection), _InStep(asked)
-    source = _Source((num_steps + 1) * _BATCH, asked, injection.sleep if lane == "data wait" else None)
-    knobs = bx.data.Knobs(threads=4, prefetch=1)
-    saves = lane == "persist interference"
+    injection = Injection(seconds)
+    step, report = _step_of(lane, injection), _InStep()
+    samples = np.random.default_rng(0).normal(size=((num_steps + 1) * _BATCH, _WIDTH)).astype(np.float32)
+    has_saves = lane == "persist interference"
     with contextlib.ExitStack() as stack:
         if lane in _INTO_STEP:
             stack.enter_context(_INTO_STEP[lane](step, injection, report.trace))
-        loader = bx.DataLoader(source, step.mesh, step.batch_shardings, batch_size=_BATCH, seed=None, knobs=knobs)
-        saver = _SlowSaver(folder, bx.Every(_EVERY if saves else 10 * num_steps))
+        loader = _SlowLoader({"x": samples}, step.mesh, step.batch_shardings, batch_size=_BATCH, seed=0)
+        saver = _SlowSaver(folder, bx.Every(2 * _PERSIST_STEPS if has_saves else 10 * num_steps))
         stack.enter_context(loader)
         stack.enter_context(saver)
-        if saves:
-            saver.limit_bytes_per_second = 3 * 8 * _WIDTH**2 * 4 / _PERSIST_SECONDS
+        loader.injection = injection if lane == "data wait" else None
         saver.injection = injection if lane == "snapshot stall" else None
+        if has_saves:
+            saver.limit_bytes_per_second = _STATE_BYTES / (_PERSIST_STEPS * (seconds + _REST_SECONDS))
         bx.fit(step, step.init(jax.random.key(0)), loader, saver=saver, report=report)
     told, first, last = attribute(report.trace), report.ends[0], report.ends[-1]
     num = len(told.counted)

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, final
 from braidax.errors import ArgumentError
 
 OPERATIONS = ("loop", "operations")
-"""Lane and name of a span in which the loop's thread dispatches operations of stages, and devices compute already."""
+"""Lane and name of a span in which the loop's thread is in `update`, and devices compute already: operations of stages
+are dispatched, or a program is computed while it is called."""
 
 _MAX_SPANS = 20_000  # about 5 MB
 _MAX_NOTES = 256  # which are counted at once: a lock and a total take as long as all else of a note
@@ -260,6 +261,13 @@ def span(lane: str, name: str = "", *, num_bytes: int = 0) -> Generator[None, No
             outer.append(seconds)
         done = Span(lane, name or lane, threading.current_thread().name, start, seconds, num_bytes)
         trace.record(done, inner_seconds=sum(inner))
+
+
+def note_since(lane: str, name: str, start: float) -> None:
+    """Adds what began at `start` (`time.perf_counter`) and ends now to the active trace, if there is one."""
+    trace = _active.get()
+    if trace is not None:
+        trace.note(lane, name, start, 0)
 
 
 def take_told(process: str, told: Told) -> None:
