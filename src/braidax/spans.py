@@ -18,6 +18,10 @@ from typing import Any, NamedTuple, final
 
 from braidax.errors import ArgumentError
 
+OPERATIONS = ("loop", "operations")
+"""Lane and name of a span in which the loop's thread is in `update`, and devices compute already: operations of stages
+are dispatched, or a program is computed while it is called."""
+
 _MAX_SPANS = 20_000  # about 5 MB
 _MAX_NOTES = 256  # which are counted at once: a lock and a total take as long as all else of a note
 _Plain = tuple[str, str, str, float, float, int, str]  # a span; making a `Span` takes longer than noting one
@@ -53,6 +57,10 @@ class LaneTotal:
     num_spans: int = 0
     seconds: float = 0.0
     num_bytes: int = 0
+
+
+Told = tuple[Sequence[Span], Mapping[str, LaneTotal]]
+"""Spans, and what they add up to by lane."""
 
 
 class _Total:
@@ -253,6 +261,29 @@ def span(lane: str, name: str = "", *, num_bytes: int = 0) -> Generator[None, No
             outer.append(seconds)
         done = Span(lane, name or lane, threading.current_thread().name, start, seconds, num_bytes)
         trace.record(done, inner_seconds=sum(inner))
+
+
+def note_since(lane: str, name: str, start: float) -> None:
+    """Adds what began at `start` (`time.perf_counter`) and ends now to the active trace, if there is one."""
+    trace = _active.get()
+    if trace is not None:
+        trace.note(lane, name, start, 0)
+
+
+def take_told(process: str, told: Told) -> None:
+    """Lets the active trace, if there is one, take what another process of this host, with this clock, has recorded.
+
+    It counts as time inside the span that is open on this thread.
+
+    **Arguments:** `process`: how to call the other one. `told`: its spans, and their totals by lane.
+    """
+    trace, outer = _active.get(), _inner_seconds.get()
+    if trace is None:
+        return
+    spans, totals = told
+    trace.take([each._replace(process=process) for each in spans], totals)
+    if outer is not None:
+        outer.append(sum(total.seconds for total in totals.values()))
 
 
 def _lane_rank(lane: str) -> int:

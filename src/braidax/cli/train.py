@@ -1,6 +1,7 @@
 """What `braidax train` does: a ready-made task, from files to accuracy."""
 
 import itertools
+import logging
 import math
 import os
 from collections.abc import Callable, Generator, Mapping
@@ -19,7 +20,7 @@ from braidax.cli.run_options import Value, compare, keep
 from braidax.cli.strategies import check_axes, check_servers, has_servers, parse_strategies
 from braidax.cli.workers import Seat, num_updates, seat_of
 from braidax.data import DataLoader
-from braidax.errors import ArgumentError
+from braidax.errors import ArgumentError, CommError, WaitTimeout
 from braidax.gang import LocalGang
 from braidax.gang.program import SERVERS
 from braidax.loop import evaluate, fit
@@ -27,7 +28,9 @@ from braidax.parallel import Hybrid, Rows, Step, Strategy, Touched, measure_touc
 from braidax.report import Report
 from braidax.spans import Trace
 from braidax.tasks.task import Task
+from braidax.tune import attribute, gather_traces
 
+_log = logging.getLogger("braidax")
 _MAX_SPANS = 200_000
 _COUNTED_BATCHES = 4
 
@@ -139,8 +142,10 @@ def train(task: Task, settings: Settings, made_with: Mapping[str, Value]) -> Non
             f"{run.loader.epochs} epochs of {run.loader.batches_per_epoch:,} batches of {batch_size:,}"
         )
         trace: Path | None = None
+        traced = run.report.trace
         try:
             state = fit(run.step, state, run.loader, saver=run.saver, report=run.report, test=run.test)
+            traced = _of_all(traced)
         except KeyboardInterrupt:
             run.say(f"interrupted after step {run.num_saved}; run the same command again to go on from there")
             raise typer.Exit(130) from None
@@ -148,12 +153,12 @@ def train(task: Task, settings: Settings, made_with: Mapping[str, Value]) -> Non
             run.say(f"stopped after step {run.num_saved}; run the same command again to go on from there")
             raise
         finally:
-            if run.seat.is_first and "step" in run.report.trace.totals():
+            if run.seat.is_first and "step" in traced.totals():
                 trace = _unused(settings.trace)
-                run.report.trace.save(trace)
+                traced.save(trace)
         noted = {name.removeprefix("test_"): value for name, value in run.report.noted.items()}
         metrics = noted or {name: float(value) for name, value in evaluate(run.step, state, run.test).items()}
-        _summarize(run, task.tell(metrics), settings, trace)
+        _summarize(run, task.tell(metrics), settings, None if trace is None else (trace, traced))
         if run.seat.num_workers > 1:
             run.step.meet(state)  # nobody leaves before all that was pushed is there
 
@@ -187,6 +192,16 @@ def _begin(task: Task, settings: Settings, made_with: Mapping[str, Value], stack
     if compared.told:
         run.say(compared.told)
     return run
+
+
+def _of_all(trace: Trace) -> Trace:
+    """Returns the trace of all processes of JAX in the first one, or its own where others do not come."""
+    try:
+        found = gather_traces(trace)
+    except (CommError, WaitTimeout) as error:
+        _log.warning("the trace is of this process alone: %s", error)
+        return trace
+    return trace if found is None else found
 
 
 def _check_folder(path: Path) -> None:
@@ -255,15 +270,18 @@ def _touched(task: Task, step: Step, batch_size: int, num_parts: int) -> dict[st
     return measure_touched(task.loss, init=task.init, batches=batches, num_parts=num_parts).tables
 
 
-def _summarize(run: _Run, result: str, settings: Settings, trace: Path | None) -> None:
+def _summarize(run: _Run, result: str, settings: Settings, traced: tuple[Path, Trace] | None) -> None:
     pace = run.report.pace
     told = [f"test {result}"]
     if pace.num_samples:
         told += [f"stall {pace.stall_percent:.1f} %", f"{pace.samples_per_second:,.0f} samples/s"]
-    elif trace is None:
+    elif traced is None:
         told += ["no step was left to train: --epochs for more, --out for a new run"]
     run.say("  ".join(told))
+    if traced is not None and pace.num_samples:
+        run.say(attribute(traced[1]).summary())
     run.say(f"checkpoint  {settings.out / 'checkpoints'} (step {run.num_saved})")
     run.say(f"metrics     {settings.out / 'metrics.jsonl'}")
-    if trace is not None:
-        run.say(f"trace       {trace} (open it in https://ui.perfetto.dev)")
+    if traced is not None:
+        path = traced[0]
+        run.say(f"trace       {path} (open it in https://ui.perfetto.dev)")

@@ -234,7 +234,7 @@ class _Run:
         while len(self._pending) > _STEPS_AHEAD or (self._pending and self._pending[0].done()):
             self._pending.popleft().result()
 
-    def _finish(self, step: int, epoch: int, times: "_Times", metrics: Any, ends: Sequence[jax.Array]) -> None:
+    def _finish(self, step: int, epoch: int, times: "_Times", metrics: Any, ends: Sequence[Any]) -> None:
         jax.block_until_ready(metrics)
         made = time.perf_counter()
         jax.block_until_ready(ends)

@@ -11,7 +11,7 @@ from braidax.spans import Trace
 from .estimates import Measured, bubbles_of, interference_of
 from .intervals import Interval, both, length, union, within, without
 from .recorded import Ended, Recorded, recorded
-from .step_time import Attribution, Lane, StepTime
+from .step_time import LANES, Attribution, Lane, StepTime
 
 _IDLE: tuple[Lane, ...] = ("snapshot stall", "data wait", "exposed communication", "dispatch")
 """What devices without a program wait for; the first one counts where several do."""
@@ -153,7 +153,8 @@ def _step(one: Measured, interference: float, bubble: float) -> StepTime:
     left = one.busy_seconds - interference
     bubble_seconds = bubble * max(0.0, left - one.applying_seconds)
     estimated = {"persist interference": interference, "bubble": bubble_seconds, "compute": left - bubble_seconds}
-    lanes = {**one.lanes, **estimated}
+    found = {**one.lanes, **estimated}
+    lanes = {lane: found[lane] for lane in LANES}
     return StepTime(one.number, one.end - one.start, lanes, one.compiles)
 
 
