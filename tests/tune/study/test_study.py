@@ -191,8 +191,9 @@ def test_two_processes_train_in_stages(tmp_path: Path) -> None:
     run_study(CASE, design, folder, place=Place(processes=2, devices=2))
     assert {run.setting.microbatches for run in folder.runs} == {None, 4}
     trace = json.loads((tmp_path / "traces" / "microbatches=4.json").read_text())["traceEvents"]
-    tracks = [str(event["args"]["name"]) for event in trace if event["name"] == "thread_name"]
-    assert any("of process 1" in name for name in tracks)
+    steps = {(event["pid"], event["name"]) for event in trace if event["ph"] == "X" and event["cat"] == "step"}
+    assert len({pid for pid, _ in steps}) == 2
+    assert len(steps) == 2 * (4 + 3)
 
 
 @pytest.mark.parametrize(

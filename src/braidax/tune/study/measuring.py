@@ -1,6 +1,6 @@
 """In a process that trains: runs of all settings, whose programs stay from one to the next."""
 
-import os
+import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,9 @@ from jax.sharding import Mesh
 
 from braidax.checkpoint import Checkpointer, Every
 from braidax.data import Cursor, DataLoader, Knobs
-from braidax.loop import fit
 from braidax.parallel import DataParallel, Pipeline, parallelize
-from braidax.report import Report
-from braidax.spans import Span, Trace
+from braidax.report import Report, RunLength
+from braidax.spans import Trace
 
 from .case import Case
 from .design import Length
@@ -52,24 +51,43 @@ class Bench:
         every = setting.checkpoint_every
         self.run(setting, Length(2 if every is None else min(every, 2), 2))
 
-    def run(self, setting: Setting, length: Length) -> list[Span]:
-        """Trains so many steps; returns the spans of this process."""
-        made = self._of(setting)
-        trace = Trace(max_spans=_MAX_SPANS)
-        folder = self._scratch / f"run-{os.getpid()}" if jax.process_count() == 1 else self._scratch / "run"
-        saver = (
-            None if setting.checkpoint_every is None else Checkpointer(folder, Every(setting.checkpoint_every), keep=1)
-        )
-        num_steps = length.num_warm + length.num_counted
-        try:
-            with self._loader(made.step, setting, num_steps) as loader:
-                made.state = fit(made.step, made.state, loader, saver=saver, report=Report(show="nothing", trace=trace))
-        finally:
-            if saver is not None:
-                saver.close()
+    def run(self, setting: Setting, length: Length) -> Trace:
+        """Trains so many steps; returns the trace of this process."""
+        made, trace = self._of(setting), Trace(max_spans=_MAX_SPANS)
+        every, num_steps = setting.checkpoint_every, length.num_warm + length.num_counted
+        folder = self._scratch / "run"
+        with contextlib.ExitStack() as stack:
+            saver = None
+            if every is not None:
                 if jax.process_index() == 0:
-                    shutil.rmtree(folder, ignore_errors=True)
-        return trace.spans
+                    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+                saver = stack.enter_context(Checkpointer(folder, Every(every), keep=1))
+                saver.trace = trace
+            loader = stack.enter_context(self._loader(made.step, setting, num_steps))
+            loader.trace = trace
+            if setting.microbatches is not None:
+                made.step.trace = trace
+            self._train(made, loader, saver, Report(show="nothing", trace=trace), num_steps)
+        return trace
+
+    def _train(
+        self, made: _Made, loader: DataLoader, saver: Checkpointer | None, report: Report, num_steps: int
+    ) -> None:
+        """Does as `fit` does, and counts steps from 1 in all processes, also those without the state's own count."""
+        before_apply = None if saver is None else saver.wait
+        with report.following(RunLength(num_steps, None, loader.batch_size), 0):
+            batches = iter(loader)
+            for _ in range(num_steps):
+                with report.waiting():
+                    batch = next(batches)
+                with report.updating(before_apply) as dispatched:
+                    made.state, metrics = made.step.update(made.state, batch, before_apply=dispatched)
+                report.update(metrics, epoch=0, state=made.state)
+                if saver is not None:
+                    with report.saving():
+                        saver.update((made.state, loader.cursor))
+            made.step.finish()
+            next(batches, None)  # all processes come to the end of the epoch
 
     def _loader(self, step: Any, setting: Setting, num_steps: int) -> DataLoader:
         """Returns a loader that stands so many batches before the end of its epochs."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from braidax.spans import Span
+from braidax.tune.attribution import TracePart
 
 from .case import Case, Place
 from .design import Length
@@ -70,9 +70,9 @@ def prepare(comm: "Communicator", bench: Any, setting: Setting) -> None:
     bench.prepare(setting)
 
 
-def measure(comm: "Communicator", bench: Any, setting: Setting, length: Length) -> list[Span]:
-    """Runs a setting, and returns the spans of this rank."""
-    return bench.run(setting, length)
+def measure(comm: "Communicator", bench: Any, setting: Setting, length: Length) -> TracePart:
+    """Runs a setting, and returns what this rank has recorded."""
+    return TracePart.of(bench.run(setting, length), comm.rank)
 
 
 def leave(comm: "Communicator", bench: Any) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from braidax.errors import ArgumentError, CallFailed, PeerLost
 from braidax.gang import LocalGang
-from braidax.spans import Span, Trace
-from braidax.tune.attribution import Attribution, attribute
+from braidax.spans import Trace
+from braidax.tune.attribution import Attribution, attribute, merge_traces
 
 from . import ranks
 from .case import Case, Place
@@ -28,7 +28,6 @@ _BENCH = "bench"
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 2.0  # that processes may take to end on Ctrl-C: they have nothing to save
 _RUN_SECONDS = 1800.0  # that one run, or the making of its programs, may take
-_MAX_SPANS = 400_000
 _PART_SECONDS = {"prepare": 4.0, "run": 0.5}  # guesses, until the first of each is measured
 _GREETINGS = ("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's words about machines that compiled what is kept
 
@@ -140,8 +139,7 @@ class _Session:
                 self.prepared.add(key)
             self._say(missing, at, f"block {block + 1} of {self.design.num_blocks}: {setting.name}")
             length = self.design.length(setting)
-            spans: list[list[Span]] = self._timed("run", ranks.measure, bench, setting, length)
-            trace = merged(spans)
+            trace = merge_traces(self._timed("run", ranks.measure, bench, setting, length))
             run = to_run(block, setting, trace, length)
             self.folder.keep_trace(setting.name, trace, is_first=block == 0)
             self.folder.append(run)
@@ -165,15 +163,6 @@ class _Session:
 def _programs(setting: Setting) -> tuple[Setting, bool]:
     """Returns what settings share that need nothing compiled after one another: a snapshot has programs of its own."""
     return setting.program, setting.checkpoint_every is not None
-
-
-def merged(spans: list[list[Span]]) -> Trace:
-    """Returns one trace of the spans of all processes, which share a clock; threads of others are named by rank."""
-    trace = Trace(max_spans=_MAX_SPANS)
-    for rank, each in enumerate(spans):
-        for span in each:
-            trace.record(span if not rank else span._replace(thread=f"{span.thread} of process {rank}"))
-    return trace
 
 
 def to_run(block: int, setting: Setting, trace: Trace, length: Length) -> Run:

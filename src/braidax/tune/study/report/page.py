@@ -162,9 +162,9 @@ def _timeline(one: Timed, ids: Mapping[str, str], design: Design, folder: Path) 
 
 def _method(design: Design) -> str:
     return (
-        "<h2>How it was measured</h2><p>Each run trains through the library's own loop; programs are compiled before, "
-        f"and stay. A block has each of {len(design.settings)} settings once, in random order (seed {design.seed}), and "
-        f"every second block goes back the way of the one before. {design.num_blocks} blocks, at least "
+        "<h2>How it was measured</h2><p>Each run trains as <code>fit</code> does; programs are compiled before, "
+        f"and stay. A block has each of {len(design.settings)} settings once, in random order (seed {design.seed}), "
+        f"and every second block goes back the way of the one before. {design.num_blocks} blocks, at least "
         f"{design.num_steps} steps a run, whole intervals between checkpoints. The time of a run is the mean over its "
         "steps. Numbers are medians over blocks of differences within blocks; intervals are between ranks of their "
         "pairwise means (Wilcoxon), exact for symmetric noise, and say how often they hold the true value. Many "

@@ -35,18 +35,17 @@ def timeline(path: Path, first_step: int, *, width: float = 760.0) -> Drawing:
     """
     try:
         events = cast("list[dict[str, Any]]", json.loads(path.read_text())["traceEvents"])
-        tracks = {one["tid"]: str(one["args"]["name"]) for one in events if one["name"] == "thread_name"}
+        tracks = {(one["pid"], one["tid"]): str(one["args"]["name"]) for one in events if one["name"] == "thread_name"}
         spans = [one for one in events if one["ph"] == "X"]
-        steps = sorted(
-            (float(one["ts"]), float(one["ts"]) + float(one["dur"])) for one in spans if one["cat"] == "step"
-        )
+        first = min(one["pid"] for one in spans if one["cat"] == "step")
+        steps = sorted(_interval(one) for one in spans if one["cat"] == "step" and one["pid"] == first)
         begun, ended = steps[first_step][0], steps[min(first_step + _STEPS, len(steps)) - 1][1]
         rows: defaultdict[str, list[tuple[float, float, str, str]]] = defaultdict(list)
         for one in spans:
-            start, end = float(one["ts"]), float(one["ts"]) + float(one["dur"])
+            start, end = _interval(one)
             if start < ended and end > begun:
-                what = max(start, begun), min(end, ended), str(one["cat"]), str(one["name"])
-                rows[tracks[one["tid"]]].append(what)
+                row = _row(one["pid"], first, tracks[one["pid"], one["tid"]])
+                rows[row].append((max(start, begun), min(end, ended), str(one["cat"]), str(one["name"])))
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ArgumentError(
             f"{path} is no trace of this study ({type(error).__name__}: {error}); bring it back, or give another "
@@ -78,6 +77,15 @@ def _with_role(box: Box, lane: str, what: str) -> Box:
     if lane == "loop":
         role = {"data wait": "data_wait", "snapshot stall": "snapshot_stall"}.get(what, role)
     return Box(box.x, box.y, box.width, box.height, role, box.tip, box.opacity)
+
+
+def _interval(event: dict[str, Any]) -> tuple[float, float]:
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
+def _row(process: int, first: int, name: str) -> str:
+    """Returns what to call a thread, also of another process than the first."""
+    return name if process == first else f"process {process - first}: {name}"
 
 
 def _short(name: str) -> str:
