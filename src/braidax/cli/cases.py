@@ -140,7 +140,9 @@ def find_case(name: str, data: Path | None, *, quick: bool) -> Case:
         raise ArgumentError(f"--data {data}: there is nothing; expected {named.data} as downloaded")
     size = named.quick if quick else named.full
     path = data if data is not None or named.write is None else named.write(cache_folder() / "generated")
-    real = named.data if data is not None or named.made is None else f"{named.made} (not the real {named.data})"
+    real = named.data if data is None else f"{named.data}, {data}"
+    if data is None and named.made is not None:
+        real = f"{named.made} (not the real {named.data})"
     facts = {"model": size.model, "batch": f"{size.batch_size} samples", "data": real}
     options = size.options
     return Case(name, named.title, facts, partial(_workload, name, path, size.batch_size, options), named.mixes_samples)

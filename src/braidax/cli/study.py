@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from braidax import __version__
 from braidax.cli.cases import find_case
 from braidax.cores import usable_cores
+from braidax.gang.launch import find_gpus
 from braidax.tune.study import (
     PAIRS,
     Case,
@@ -99,7 +100,7 @@ def _about(case: Case, design: Design, place: Place, limits: str) -> dict[str, A
         "cores": usable_cores(),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
         "processes": place.processes,
-        "devices": f"{place.devices} virtual CPU devices" if jax.default_backend() == "cpu" else jax.default_backend(),
+        "devices": f"{len(gpus)} GPUs" if (gpus := find_gpus()) else f"{place.devices} virtual CPU devices",
         "limits": limits,
         "versions": f"braidax {__version__}, JAX {jax.__version__}, Python {platform.python_version()}",
     }

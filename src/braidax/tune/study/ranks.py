@@ -56,15 +56,6 @@ def begin(comm: "Communicator", given: Begin) -> Any:
     return Bench(given.case, given.scratch, seed=given.seed)
 
 
-def describe(comm: "Communicator", bench: Any) -> str:
-    """Returns the devices in words."""
-    import jax
-
-    devices = jax.devices()
-    kind = "virtual CPU" if devices[0].platform == "cpu" else devices[0].device_kind
-    return f"{len(devices)} {kind} devices of {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
-
-
 def prepare(comm: "Communicator", bench: Any, setting: Setting) -> None:
     """Makes all that runs of a setting need."""
     bench.prepare(setting)
