@@ -30,7 +30,7 @@ def mesh() -> Mesh:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("prefetch", [1, 4])
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
 def test_threads_and_prefetch_change_nothing(mesh: Mesh, threads: int, prefetch: int) -> None:
     expected = peeked(DataLoader(Numbers(100), mesh, P("data"), batch_size=8, seed=3, epochs=2), 24)
     knobs = Knobs(threads=threads, prefetch=prefetch)

@@ -222,7 +222,6 @@ def test_a_source_may_raise_a_timeout_of_its_own(mesh: Mesh) -> None:
     [
         ({"threads": 0}, "threads=0"),
         ({"threads": -2}, "threads=-2"),
-        ({"prefetch": 0}, "prefetch=0"),
         ({"timeout_seconds": 0.0}, "timeout_seconds=0.0"),
         ({"timeout_seconds": -1.0}, "timeout_seconds=-1.0"),
         ({"timeout_seconds": float("nan")}, "timeout_seconds=nan"),
@@ -233,6 +232,11 @@ def test_a_source_may_raise_a_timeout_of_its_own(mesh: Mesh) -> None:
 def test_knobs_that_cannot_work(knobs: dict[str, Any], fact: str) -> None:
     with pytest.raises(ArgumentError, match=f"{fact} is not a (finite, )?positive"):
         Knobs(**knobs)
+
+
+def test_a_prefetch_below_none_cannot_work() -> None:
+    with pytest.raises(ArgumentError, match="prefetch=-1 is not an integer from 0 on; None lets the loader adapt it"):
+        Knobs(prefetch=-1)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan")])
@@ -283,7 +287,7 @@ def test_more_threads_read_at_once_after_the_knob_is_set(mesh: Mesh) -> None:
     assert next(number) > 3
 
 
-@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_prefetch_is_how_far_fetching_runs_ahead(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, prefetch: int) -> None:
     started, start = list[int](), Fetch.start
 

@@ -168,7 +168,8 @@ def _method(design: Design) -> str:
         f"{design.num_steps} steps a run, whole intervals between checkpoints. The time of a run is the mean over its "
         "steps. Numbers are medians over blocks of differences within blocks; intervals are between ranks of their "
         "pairwise means (Wilcoxon), exact for symmetric noise, and say how often they hold the true value. Many "
-        "comparisons are made: of twenty intervals at 95 % one misses by accident. Bubble and persist interference are "
+        "comparisons are made: of twenty intervals at 95 % one misses by accident. What is sent inside of compiled "
+        "programs counts as compute. Bubble and persist interference are "
         "estimates of the attribution; a pipeline on devices that share cores computes less at once than one that has "
         "devices of its own.</p>"
     )

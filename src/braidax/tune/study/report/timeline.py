@@ -68,7 +68,7 @@ def _drawn(rows: dict[str, list[tuple[float, float, str, str]]], begun: float, e
     for tick in range(5):
         x = _LEFT + (width - _LEFT - 10) * tick / 4
         at = milliseconds((ended - begun) / 1e6 * tick / 4)
-        shapes.append(Words(x, bottom + 12, f"{at} ms", 10, "middle", "faint"))
+        shapes.append(Words(x, bottom + 12, f"{at} ms", 10, "end" if tick == 4 else "middle", "faint"))
     return Drawing("What ran when", width, bottom + 18, tuple(shapes))
 
 
