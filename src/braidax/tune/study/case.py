@@ -27,7 +27,7 @@ class Case:
     """A workload by name.
 
     **Fields:** `name`, `title`: for people. `facts`: what model and data are, with sizes, and whether data is real.
-    `make`: called in each process that trains, which it is sent to: a function of a module, or a partial of one.
+    `make`: called in each process that trains, to which it is sent.
     `mixes_samples`: whether the loss has statistics of a batch, which stages then take of a microbatch.
     """
 
