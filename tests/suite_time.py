@@ -7,7 +7,7 @@ import pytest
 
 BUDGET_SECONDS: dict[str, int] = {
     "checkpoint": 64,
-    "cli": 62,
+    "cli": 50,
     "comm": 134,
     "connections": 8,
     "data": 103,
@@ -19,7 +19,7 @@ BUDGET_SECONDS: dict[str, int] = {
     "program": 42,
     "tasks": 42,
     "torch": 12,
-    "tune": 62,
+    "tune": 40,
     "tests": 24,
 }
 """Of all tests of a folder, one after the other, on a quiet machine; `tests` are the files that lie in no folder."""
