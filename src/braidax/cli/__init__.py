@@ -199,12 +199,13 @@ def _study(
     limit: Annotated[str | None, typer.Option(help=_LIMIT_HELP)] = None,
     pairs: Annotated[str | None, typer.Option(help=_PAIRS_HELP, show_default="all")] = None,
     blocks: Annotated[int | None, typer.Option(min=1, help=_BLOCKS_HELP, show_default="8")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of each run that count.", show_default="30")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the order, the parameters and the shuffle.")] = 0,
 ) -> None:
     """Measure how prefetch, checkpoints, gradient sync and stages overlap; run it again to go on."""
-    from braidax.cli.study import Wanted, study
+    from braidax.cli.study import Effort, Wanted, study
 
-    wanted = Wanted(case, data, quick, processes, limit, pairs, blocks, seed)
+    wanted = Wanted(case, data, quick, processes, limit, pairs, Effort(blocks, steps, seed))
     study(wanted, Path("studies") / case if out is None else out)
 
 

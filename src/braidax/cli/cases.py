@@ -109,9 +109,9 @@ _CASES: dict[str, _Named] = {
         _Size(64, f"{_WRN}, 1 block", {"stages": 1}),
     ),
     "cifar-resnet18": _Named("CIFAR / ResNet-18", *_CIFAR, _resnet, _cifar, *_small(18, 32)),
-    "cifar-resnet50": _Named("CIFAR / ResNet-50", *_CIFAR, _resnet, _cifar, *_small(50, 32)),
+    "cifar-resnet50": _Named("CIFAR / ResNet-50", *_CIFAR, _resnet, _cifar, *_small(50, 16)),
     "imagenet-resnet18": _Named("ImageNet / ResNet-18", *_IMAGENET, _resnet, _images, *_small(18, 32, 96)),
-    "imagenet-resnet50": _Named("ImageNet / ResNet-50", *_IMAGENET, _resnet, _images, *_small(50, 32, 96)),
+    "imagenet-resnet50": _Named("ImageNet / ResNet-50", *_IMAGENET, _resnet, _images, *_small(50, 16, 96)),
     "imdb-bert": _Named(
         "IMDB / BERT",
         *_IMDB,
@@ -145,9 +145,10 @@ def find_case(name: str, data: Path | None, *, quick: bool) -> Case:
         real = f"{named.made} (not the real {named.data})"
     facts = {"model": size.model, "batch": f"{size.batch_size} samples", "data": real}
     options = size.options
-    return Case(name, named.title, facts, partial(_workload, name, path, size.batch_size, options), named.mixes_samples)
+    make = partial(_workload, name, path, options)
+    return Case(name, named.title, facts, make, size.batch_size, named.mixes_samples)
 
 
-def _workload(name: str, path: Path | None, batch_size: int, options: dict[str, int | str]) -> Workload:
+def _workload(name: str, path: Path | None, options: dict[str, int | str]) -> Workload:
     task = _CASES[name].make(path, **options)
-    return Workload(task.loss, task.init, task.optimizer(_NUM_STEPS), task.train, batch_size)
+    return Workload(task.loss, task.init, task.optimizer(_NUM_STEPS), task.train)

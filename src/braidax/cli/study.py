@@ -19,6 +19,7 @@ from braidax.cli.cases import find_case
 from braidax.cores import usable_cores
 from braidax.gang.launch import find_gpus
 from braidax.tune.study import (
+    NUM_STAGES,
     PAIRS,
     Case,
     Design,
@@ -40,6 +41,15 @@ _PLAIN_SECONDS = 5.0  # between lines where there is no terminal
 
 
 @dataclass(frozen=True)
+class Effort:
+    """How much is measured. **Fields:** `blocks`, `steps`: in place of the study's own. `seed`: of the order."""
+
+    blocks: int | None = None
+    steps: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class Wanted:
     """What the command line asks for, as it says it."""
 
@@ -49,8 +59,7 @@ class Wanted:
     processes: int
     limit: str | None
     pairs: str | None
-    blocks: int | None
-    seed: int
+    effort: Effort
 
 
 def study(wanted: Wanted, out: Path) -> None:
@@ -61,8 +70,8 @@ def study(wanted: Wanted, out: Path) -> None:
     console = Console()
     pairs = tuple(PAIRS) if wanted.pairs is None else parse_pairs(wanted.pairs)
     limits, place = parse_limits(wanted.limit), Place(processes=wanted.processes)
-    design = _design(wanted, pairs)
     case = find_case(wanted.case, wanted.data, quick=wanted.quick)
+    design = _design(wanted, pairs, case.batch_size // (place.devices // NUM_STAGES))
     folder = StudyFolder(out, _about(case, design, place, str(limits)))
     num_runs = len(design.settings) * design.num_blocks
     kept = f", {len(folder.runs)} of them done before" if folder.runs else ""
@@ -78,11 +87,12 @@ def study(wanted: Wanted, out: Path) -> None:
     _tell(write_report(folder, case, design), design, console)
 
 
-def _design(wanted: Wanted, pairs: tuple[str, ...]) -> Design:
-    levels = Levels()
+def _design(wanted: Wanted, pairs: tuple[str, ...], most_microbatches: int) -> Design:
+    levels, effort = Levels(), wanted.effort
     num_blocks, num_steps = _QUICK if wanted.quick else _FULL
-    first = Design(pairs, levels, (), wanted.blocks or num_blocks, num_steps, wanted.seed)
-    return replace(first, sweeps=sweeps_of(levels, first.factors, quick=wanted.quick))
+    first = Design(pairs, levels, (), effort.blocks or num_blocks, effort.steps or num_steps, effort.seed)
+    sweeps = sweeps_of(levels, first.factors, quick=wanted.quick, most_microbatches=most_microbatches)
+    return replace(first, sweeps=sweeps)
 
 
 def _about(case: Case, design: Design, place: Place, limits: str) -> dict[str, Any]:

@@ -51,6 +51,8 @@ def test_sweeps_begin_with_off_and_add_settings() -> None:
     quick, full = (Design(("full",), levels, sweeps_of(levels, FACTORS, quick=some)) for some in (True, False))
     assert len(quick.settings) == 18  # 16, prefetch 1, a checkpoint each step
     assert len(full.settings) == 16 + 2 * (3 + 3 + 2)
+    small = sweeps_of(levels, FACTORS, quick=False, most_microbatches=4)
+    assert [one.values for one in small if one.factor == "pipeline"] == [(2, 4), (2, 4)]
 
 
 def test_pairs_are_read_from_a_text() -> None:

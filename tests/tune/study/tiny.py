@@ -27,7 +27,7 @@ def loss(params: Any, batch: Any) -> jax.Array:
 def make() -> Workload:
     """Returns what is trained."""
     samples = {"x": np.random.default_rng(0).normal(size=(96, WIDTH)).astype(np.float32)}
-    return Workload(loss, init, optax.sgd(0.1), open_source(samples), 8)
+    return Workload(loss, init, optax.sgd(0.1), open_source(samples))
 
 
 def fail() -> Workload:
@@ -35,6 +35,6 @@ def fail() -> Workload:
     raise ValueError("no samples today")
 
 
-CASE = Case("tiny", "two layers", {"model": "two layers of 16"}, make)
+CASE = Case("tiny", "two layers", {"model": "two layers of 16"}, make, 8)
 DESIGN = Design(("checkfreq-ddp",), Levels(checkpoint_every=2), num_blocks=2, num_steps=4)
 ABOUT = {"case": {"name": "tiny"}, "design": {"blocks": 2}, "machine": {"cores": 2}}

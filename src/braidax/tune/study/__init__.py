@@ -1,6 +1,6 @@
 """What overlaps with what: a factorial study of prefetch, checkpoints, gradient sync and stages, measured."""
 
-from .case import Case, Place, Workload
+from .case import NUM_STAGES, Case, Place, Workload
 from .design import Design, Length, sweeps_of
 from .factors import FACTORS, PAIRS, Factor, Levels, Setting, Sweep, crossed, parse_pairs, sweep
 from .folder import FORMAT, StudyFolder
@@ -12,6 +12,7 @@ from .runs import Run
 __all__ = [
     "FACTORS",
     "FORMAT",
+    "NUM_STAGES",
     "PAIRS",
     "Case",
     "Design",

@@ -9,17 +9,19 @@ import optax
 from braidax.data import Source
 from braidax.errors import ArgumentError
 
+NUM_STAGES = 2
+"""Of a pipeline, where it is on."""
+
 
 @dataclass(frozen=True)
 class Workload:
     """What is trained. **Fields:** `loss`, `init`, `optimizer`: as `braidax.parallelize` takes them. `source`: the
-    samples. `batch_size`: of a global batch."""
+    samples."""
 
     loss: Callable[..., Any]
     init: Callable[..., Any]
     optimizer: optax.GradientTransformation
     source: Source
-    batch_size: int
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Case:
 
     **Fields:** `name`, `title`: for people. `facts`: what model and data are, with sizes, and whether data is real.
     `make`: called in each process that trains, to which it is sent.
+    `batch_size`: samples in a global batch.
     `mixes_samples`: whether the loss has statistics of a batch, which stages then take of a microbatch.
     """
 
@@ -35,6 +38,7 @@ class Case:
     title: str
     facts: Mapping[str, str]
     make: Callable[[], Workload]
+    batch_size: int
     mixes_samples: bool = False
 
 

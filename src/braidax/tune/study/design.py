@@ -75,12 +75,17 @@ class Design:
         return Length(every * -(-_LEAST_WARM_STEPS // every), every * -(-self.num_steps // every))
 
 
-def sweeps_of(levels: Levels, factors: Sequence[Factor], *, quick: bool) -> tuple[Sweep, ...]:
-    """Returns the sweeps of a study: each factor with all others off and, in a long one, with all others on."""
+def sweeps_of(
+    levels: Levels, factors: Sequence[Factor], *, quick: bool, most_microbatches: int = 8
+) -> tuple[Sweep, ...]:
+    """Returns the sweeps of a study: each factor with all others off and, in a long one, with all others on.
+
+    **Arguments:** `quick`: fewer, that need no programs of their own. `most_microbatches`: of a batch.
+    """
     values: dict[Factor, tuple[int, ...]] = {
         "prefetch": (1, 2, 4, 8),
         "checkpoint": (1, 2, 5, 10),
-        "pipeline": (2, 4, 8),
+        "pipeline": tuple(count for count in (2, 4, 8) if count <= most_microbatches),
     }
     if quick:
         values = {"prefetch": (1, levels.prefetch), "checkpoint": (1, levels.checkpoint_every)}

@@ -16,11 +16,10 @@ from braidax.parallel import DataParallel, Pipeline, parallelize
 from braidax.report import Report, RunLength
 from braidax.spans import Trace
 
-from .case import Case
+from .case import NUM_STAGES, Case
 from .design import Length
 from .factors import Setting
 
-_NUM_STAGES = 2
 _MAX_SPANS = 200_000
 _WHOLE_BYTES = 1 << 40  # more than any gradients have
 _EACH_APART = {"xla_disable_hlo_passes": "all-reduce-combiner"}
@@ -92,7 +91,7 @@ class Bench:
     def _loader(self, step: Any, setting: Setting, num_steps: int) -> DataLoader:
         """Returns a loader that stands so many batches before the end of its epochs."""
         work = self._work
-        size = work.batch_size
+        size = self._case.batch_size
         per_epoch = len(work.source) // size
         epochs = -(-num_steps // max(1, per_epoch))
         knobs = Knobs(prefetch=setting.prefetch)
@@ -117,7 +116,7 @@ class Bench:
         if setting.microbatches is None:
             mesh, strategies, pieces = Mesh(devices, ("data",)), {"data": parallel}, 1
         else:
-            mesh = Mesh(devices.reshape(_NUM_STAGES, -1), ("stage", "data"))
+            mesh = Mesh(devices.reshape(NUM_STAGES, -1), ("stage", "data"))
             pipeline = Pipeline("1F1B", mixes_samples=self._case.mixes_samples, clock="counted")
             strategies, pieces = {"stage": pipeline, "data": parallel}, setting.microbatches
         return parallelize(
@@ -126,7 +125,7 @@ class Bench:
             mesh,
             strategies,
             init=work.init,
-            batch=work.source.batch_spec(work.batch_size),
+            batch=work.source.batch_spec(self._case.batch_size),
             microbatches=pieces,
             compiler_options=apart,
         )
