@@ -96,12 +96,11 @@ def _design(wanted: Wanted, pairs: tuple[str, ...], most_microbatches: int) -> D
 
 
 def _about(case: Case, design: Design, place: Place, limits: str) -> dict[str, Any]:
-    """Returns what makes a study this one: all of it has to be the same for a folder to go on."""
+    """Returns what makes a study this one: all of it has to be the same for a folder to go on, also with more blocks."""
     measured = {
         "pairs": list(design.pairs),
         "levels": asdict(design.levels),
         "settings": [setting.name for setting in design.settings],
-        "blocks": design.num_blocks,
         "steps": design.num_steps,
         "seed": design.seed,
     }
