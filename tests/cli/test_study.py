@@ -42,7 +42,7 @@ def test_digits_are_studied_and_an_interrupted_study_goes_on(tmp_path: Path) -> 
     kept = re.search(r"interrupted: \S+ keeps (\d) of 5 runs; run the same command to go on", told)
     assert kept is not None, told
     done = subprocess.run(command(out), capture_output=True, text=True, env=environment, check=True)
-    assert f"5 settings, 1 blocks, 5 runs, {kept[1]} of them done before" in done.stdout
+    assert f"5 settings, 1 block, 5 runs, {kept[1]} of them done before" in done.stdout
     assert "data: 1,500 real 8×8 images that scikit-learn ships" in done.stdout
     assert "sync-prefetch: all on worse than the best single one? Undecided: " in done.stdout
     for name in ("report.html", "poster.pdf", "results.json", "runs.csv"):

@@ -74,8 +74,10 @@ def study(wanted: Wanted, out: Path) -> None:
     design = _design(wanted, pairs, case.batch_size // (place.devices // NUM_STAGES))
     folder = StudyFolder(out, _about(case, design, place, str(limits)))
     num_runs = len(design.settings) * design.num_blocks
-    kept = f", {len(folder.runs)} of them done before" if folder.runs else ""
-    console.print(f"{case.title}: {len(design.settings)} settings, {design.num_blocks} blocks, {num_runs} runs{kept}")
+    before = sum(run.block < design.num_blocks for run in folder.runs)
+    kept = f", {before} of them done before" if before else ""
+    blocks = f"{design.num_blocks} block{'s' if design.num_blocks > 1 else ''}"
+    console.print(f"{case.title}: {len(design.settings)} settings, {blocks}, {num_runs} runs{kept}")
     for name, fact in case.facts.items():
         console.print(f"  {name}: {fact}", highlight=False, soft_wrap=True)
     try:
@@ -96,7 +98,7 @@ def _design(wanted: Wanted, pairs: tuple[str, ...], most_microbatches: int) -> D
 
 
 def _about(case: Case, design: Design, place: Place, limits: str) -> dict[str, Any]:
-    """Returns what makes a study this one: all of it has to be the same for a folder to go on, also with more blocks."""
+    """Returns what makes a study this one: all of it has to be the same for a folder to go on."""
     measured = {
         "pairs": list(design.pairs),
         "levels": asdict(design.levels),
