@@ -1,0 +1,6 @@
+"""How overlaps interfere, and which mix of them is best: measured, planned, and controlled while a run goes on."""
+
+from braidax.tune.control.diary import Diary as Diary
+from braidax.tune.control.diary import Entry as Entry
+from braidax.tune.control.limits import Limits as Limits
+from braidax.tune.control.tuner import Tuner as Tuner
