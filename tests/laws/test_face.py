@@ -88,7 +88,7 @@ def test_every_name_is_there_and_documented() -> None:
 
 
 def test_faults_of_a_face_are_found(plant: Callable[[dict[str, str]], Path]) -> None:
-    names = [f"name{number:02}" for number in range(33)]
+    names = [f"name{number:02}" for number in range(37)]
     tree = plant(
         {
             "__init__.py": f'''
