@@ -4,3 +4,6 @@ from braidax.tune.control.diary import Diary as Diary
 from braidax.tune.control.diary import Entry as Entry
 from braidax.tune.control.limits import Limits as Limits
 from braidax.tune.control.tuner import Tuner as Tuner
+from braidax.tune.trials.climbing import Climb as Climb
+from braidax.tune.trials.climbing import Trial as Trial
+from braidax.tune.trials.climbing import climb as climb
