@@ -2,7 +2,10 @@
 
 from braidax.tune.control.diary import Diary as Diary
 from braidax.tune.control.diary import Entry as Entry
+from braidax.tune.control.limits import PRIORITIES as PRIORITIES
 from braidax.tune.control.limits import Limits as Limits
+from braidax.tune.control.limits import Priority as Priority
+from braidax.tune.control.limits import limits_of as limits_of
 from braidax.tune.control.tuner import Tuner as Tuner
 from braidax.tune.trials.climbing import Climb as Climb
 from braidax.tune.trials.climbing import Trial as Trial

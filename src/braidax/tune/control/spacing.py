@@ -7,7 +7,7 @@ from braidax.checkpoint.interval.adaptive import Adapting, choose
 from braidax.tune.control.diary import Entry
 from braidax.tune.control.limits import Limits
 
-_HYSTERESIS = 1.25  # times as far apart, or as close: less is noise
+_HYSTERESIS = 1.25  # times as far apart, or as close: less is noise, but where more work could be lost than allowed
 KNOB = "saver.spacing.num_updates"
 
 
@@ -32,8 +32,9 @@ class SpacingControl:
             return None
         spacing.paused = True
         wanted, before = choose(self._limits.interval, found), spacing.num_updates
-        is_near = 1 / _HYSTERESIS < wanted.num_updates / before < _HYSTERESIS
-        if wanted.num_updates == before or (is_near and spacing.verdict.bound == "set"):
+        is_noise = 1 / _HYSTERESIS < wanted.num_updates / before < _HYSTERESIS
+        breaks_promise = wanted.bound == "lost work" and wanted.num_updates < before
+        if is_noise and not breaks_promise:
             return None
         spacing.num_updates = wanted.num_updates
         return Entry(step, KNOB, before, wanted.num_updates, "set", str(wanted))
