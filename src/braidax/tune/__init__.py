@@ -8,5 +8,8 @@ from braidax.tune.control.limits import Priority as Priority
 from braidax.tune.control.limits import limits_of as limits_of
 from braidax.tune.control.tuner import Tuner as Tuner
 from braidax.tune.trials.climbing import Climb as Climb
+from braidax.tune.trials.climbing import Setting as Setting
 from braidax.tune.trials.climbing import Trial as Trial
 from braidax.tune.trials.climbing import climb as climb
+from braidax.tune.trials.running import Course as Course
+from braidax.tune.trials.running import try_settings as try_settings

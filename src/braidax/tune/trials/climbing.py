@@ -11,34 +11,30 @@ from braidax.tune.control.comparing import Comparison, compare
 Setting = Mapping[str, Any]
 """A value for each knob, by name."""
 
+Duel = Callable[[Setting, Setting], tuple[Sequence[float], Sequence[float]]]
+"""Returns the seconds of at least 8 steps with each of two settings, measured in turns."""
+
 _LEAST_GAIN = 0.01
 _ERRORS = 2.0  # standard errors that a gain has to be above
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting that was measured.
+    """One setting that was measured beside the best one until then.
 
-    **Fields:** `setting`. `seconds`: of its steps; empty where it could not run. `verdict`: `"start"`, `"kept"`, or
-    `"no better"`; or why it could not run. `found`: compared with what was best until then.
+    **Fields:** `setting`. `step_seconds`: the mean of its steps; None where it could not run. `found`: how much faster
+    they are. `verdict`: `"kept"` or `"no better"`, or why it could not run.
     """
 
     setting: Setting
-    seconds: tuple[float, ...]
+    step_seconds: float | None
+    found: Comparison | None
     verdict: str
-    found: Comparison | None = None
-
-    @property
-    def step_seconds(self) -> float:
-        """The mean of its steps; infinite where it could not run."""
-        return fmean(self.seconds) if self.seconds else float("inf")
 
     def __str__(self) -> str:
         told = ", ".join(f"{name}={value}" for name, value in self.setting.items())
-        if not self.seconds:
-            return f"{told}: {self.verdict}"
-        gain = "" if self.found is None else f", {self.found}"
-        return f"{told}: {1e3 * self.step_seconds:.3g} ms a step{gain}: {self.verdict}"
+        measured = "" if self.step_seconds is None else f"{1e3 * self.step_seconds:.3g} ms a step, {self.found}: "
+        return f"{told}: {measured}{self.verdict}"
 
 
 @dataclass(frozen=True)
@@ -52,55 +48,46 @@ class Climb:
     trials: tuple[Trial, ...]
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.trials))
+        told = ", ".join(f"{name}={value}" for name, value in self.best.items())
+        return "\n".join([*map(str, self.trials), f"best: {told}"])
 
 
-def climb(
-    space: Mapping[str, Sequence[Any]],
-    measure: Callable[[Setting], Sequence[float]],
-    *,
-    start: Setting,
-    max_trials: int = 12,
-) -> Climb:
+def climb(space: Mapping[str, Sequence[Any]], duel: Duel, *, start: Setting, max_trials: int = 12) -> Climb:
     """Looks for the setting with the fastest steps: one knob at a time, a value up or down, on while that helps.
 
     Knobs take turns in the order of `space`, until each was tried on both sides without gain, or trials are used up. A
     setting replaces another where its steps are faster by more than 1 % and by twice the standard error.
 
-    **Arguments:** `space`: by knob the values that it may have, in order. `measure`: returns the seconds of at least 8
-    steps with a setting; a `BraidaxError` that it raises says that the setting cannot run, and another one is tried.
-    `start`: where the search begins, a value of each knob. `max_trials`: the start included.
+    **Arguments:** `space`: by knob the values that it may have, in order. `duel`: measures two settings beside each
+    other, the best one and another; a `BraidaxError` that it raises says that the other one cannot run. `start`: where
+    the search begins, a value of each knob. `max_trials`: how many settings are measured against the best one.
 
-    **Raises:** `ArgumentError` for a start outside of the space, and what `measure` raises for the start.
+    **Raises:** `ArgumentError` for a start outside of the space.
     """
     _check(space, start, max_trials)
-    search = _Search(space, measure, max_trials)
-    search.begin(start)
+    search = _Search(space, duel, max_trials, {name: start[name] for name in space})
     names = list(space)
     num_fruitless, at = 0, 0
     while num_fruitless < len(names) and search.has_trials:
         helped = search.along(names[at % len(names)])
         num_fruitless = 0 if helped else num_fruitless + 1
         at += 1
-    return Climb(search.best.setting, tuple(search.trials))
+    return Climb(search.best, tuple(search.trials))
 
 
 @final
 @dataclass
 class _Search:
     space: Mapping[str, Sequence[Any]]
-    measure: Callable[[Setting], Sequence[float]]
+    duel: Duel
     max_trials: int
+    best: Setting
     trials: list[Trial] = field(default_factory=list[Trial])
-    best: Trial = field(init=False)
+    seen: list[Setting] = field(default_factory=list[Setting])
 
     @property
     def has_trials(self) -> bool:
         return len(self.trials) < self.max_trials
-
-    def begin(self, start: Setting) -> None:
-        self.best = Trial({name: start[name] for name in self.space}, tuple(self.measure(start)), "start")
-        self.trials.append(self.best)
 
     def along(self, name: str) -> bool:
         """Moves one knob as far as that helps. **Returns:** whether it did."""
@@ -117,24 +104,24 @@ class _Search:
     def _beside(self, name: str, direction: int) -> Setting | None:
         """Returns the next setting in a direction; None at the end of the values, and where it was tried before."""
         values = self.space[name]
-        at = list(values).index(self.best.setting[name]) + direction
+        at = list(values).index(self.best[name]) + direction
         if not 0 <= at < len(values):
             return None
-        setting = {**self.best.setting, name: values[at]}
-        return None if any(trial.setting == setting for trial in self.trials) else setting
+        setting = {**self.best, name: values[at]}
+        return None if setting in self.seen else setting
 
     def _try(self, setting: Setting) -> bool:
+        self.seen += [self.best, setting]
         try:
-            seconds = tuple(self.measure(setting))
+            best, other = self.duel(self.best, setting)
         except BraidaxError as error:
-            self.trials.append(Trial(setting, (), f"cannot run: {error}"))
+            self.trials.append(Trial(setting, None, None, f"cannot run: {error}"))
             return False
-        found = compare(self.best.seconds, seconds)
+        found = compare(best, other)
         helps = found.gain > max(_LEAST_GAIN, _ERRORS * found.error)
-        trial = Trial(setting, seconds, "kept" if helps else "no better", found)
-        self.trials.append(trial)
+        self.trials.append(Trial(setting, fmean(other), found, "kept" if helps else "no better"))
         if helps:
-            self.best = trial
+            self.best = setting
         return helps
 
 
