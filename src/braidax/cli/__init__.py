@@ -44,6 +44,8 @@ _MEASURE_HELP = "Measure what the devices here compute and send; rotated and ful
 _MEMORY_HELP = "GB of a device that variables may take, with --measure."
 _EVERY_HELP = "Steps between checkpoints."
 _TUNE_HELP = "Turn knobs while it trains, for speed or safe; checkpoints are as far apart as that asks for."
+_PATH_HELP = "Samples: a file, folder, pattern or URL; checkpoints: a folder; or machine, where there is no such path."
+_FOLDER_HELP = "Of machine: a folder on the disk to measure, which is written to for a moment."
 _PRESET_HELP = "How large the model is: full, perhaps small, or tiny."
 
 app = typer.Typer(
@@ -234,9 +236,24 @@ def _frame(
     run_script(script, arguments or (), ranks=ranks, gang=gang, scheduler=scheduler)
 
 
+def _inspect_machine(
+    others: Mapping[str, object], mesh: str | None, folder: Path | None, *, again: bool, json: bool
+) -> None:
+    """Prints what this machine can do. **Arguments:** `others`: options that are not of machines."""
+    from braidax.cli.machine import make_mesh, parse_mesh
+    from braidax.tune import calibrate
+
+    for name, value in others.items():
+        if value is not None:
+            raise typer.BadParameter(f"{name} is not of machine; leave it out")
+    devices = make_mesh(None if mesh is None else parse_mesh(mesh))
+    found = calibrate(devices, Path() if folder is None else folder, measure="again" if again else "once")
+    typer.echo(found.to_json() if json else str(found))
+
+
 @app.command("inspect")
 def _inspect(
-    path: Annotated[str, typer.Argument(help="Samples: a file, folder, pattern or URL; or checkpoints: a folder.")],
+    path: Annotated[str, typer.Argument(help=_PATH_HELP)],
     columns: Annotated[str | None, typer.Option(help="Of a table or of records, such as text,label.")] = None,
     split: Annotated[str | None, typer.Option(help="Such as train or test, where a format has splits.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Show batches on this mesh, such as data=4,model=2.")] = None,
@@ -247,8 +264,20 @@ def _inspect(
         Literal["newest", "all", "none"] | None,
         typer.Option(help="Whose arrays are read and checked, of checkpoints.", show_default="newest"),
     ] = None,
+    folder: Annotated[Path | None, typer.Option(help=_FOLDER_HELP, show_default="this one")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Of machine: measure it anew.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Of machine: print the rates as JSON.")] = False,
 ) -> None:
-    """Show what the loader would see, with a batch's layout given a mesh; or what checkpoints there are and verify."""
+    """Show what the loader would see, with a batch's layout given a mesh; what checkpoints there are; or what this
+    machine can do.
+    """
+    if path == "machine" and not Path(path).exists():
+        others = {"--columns": columns, "--split": split, "--batch-size": batch_size}
+        _inspect_machine({**others, "--processes": processes, "--check": check}, mesh, folder, again=again, json=json)
+        return
+    for name, value in {"--folder": folder, "--again": again, "--json": json}.items():
+        if value:
+            raise typer.BadParameter(f"{name} is of machine, and {path} is another; leave it out")
     from braidax.cli.inspect_checkpoint import inspect_checkpoint, is_checkpoint
 
     if is_checkpoint(Path(path)):

@@ -100,8 +100,9 @@ def parallelize(
     put together); sample `i` is in piece `i % microbatches`. `plan`: built as it is instead of planning anew, such as
     `Plan.from_json(text)`, for this model and these devices; of `strategies` then counts only what no plan holds: row
     optimizers, counts of rows, `out_of_range`, `combine_bytes`. `trainable`: a pattern of variables' paths
-    (`fnmatch`), several, or a PyTree of bools like the parameters; all others are frozen: they have no gradient, and the optimizer is not shown them. `metrics`: more of them, by name: `"grad_norm"`, the
-    global norm of all gradients. `compiler_options`: of `jax.jit`, for gradients and apply, or for all programs of
+    (`fnmatch`), several, or a PyTree of bools like the parameters; all others are frozen: they have no gradient, and
+    the optimizer is not shown them. `metrics`: more of them, by name: `"grad_norm"`, the global norm of all gradients.
+    `compiler_options`: of `jax.jit`, for gradients and apply, or for all programs of
     stages; one that is a dict holds those of a platform, such as `{"tpu": {…}}`. `rules`: which mesh axes the logical
     names of dims stand for that Flax keeps with parameters, as a dict or as pairs, such as `{"mlp": "model", "embed":
     None}`; names that are axes of the mesh need none. What names ask for is honored like an override. `servers`: a gang

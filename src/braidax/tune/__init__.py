@@ -1,5 +1,11 @@
 """How overlaps interfere, and which mix of them is best: measured, planned, and controlled while a run goes on."""
 
+from braidax.tune.calibration.calibrate import calibrate as calibrate
+from braidax.tune.calibration.identity import Identity as Identity
+from braidax.tune.calibration.rates import Calibration as Calibration
+from braidax.tune.calibration.rates import Copies as Copies
+from braidax.tune.calibration.rates import Cores as Cores
+from braidax.tune.calibration.rates import Disk as Disk
 from braidax.tune.control.diary import Diary as Diary
 from braidax.tune.control.diary import Entry as Entry
 from braidax.tune.control.limits import PRIORITIES as PRIORITIES
