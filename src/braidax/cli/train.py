@@ -1,6 +1,7 @@
 """What `braidax train` does: a ready-made task, from files to accuracy."""
 
 import itertools
+import logging
 import math
 import os
 from collections.abc import Callable, Generator, Mapping
@@ -19,7 +20,7 @@ from braidax.cli.run_options import Value, compare, keep
 from braidax.cli.strategies import check_axes, check_servers, has_servers, parse_strategies
 from braidax.cli.workers import Seat, num_updates, seat_of
 from braidax.data import DataLoader
-from braidax.errors import ArgumentError
+from braidax.errors import ArgumentError, CommError, WaitTimeout
 from braidax.gang import LocalGang
 from braidax.gang.program import SERVERS
 from braidax.loop import evaluate, fit
@@ -27,8 +28,9 @@ from braidax.parallel import Hybrid, Rows, Step, Strategy, Touched, measure_touc
 from braidax.report import Report
 from braidax.spans import Trace
 from braidax.tasks.task import Task
-from braidax.tune import Priority, Tuner, limits_of
+from braidax.tune import Priority, Tuner, attribute, gather_traces, limits_of
 
+_log = logging.getLogger("braidax")
 _MAX_SPANS = 200_000
 _COUNTED_BATCHES = 4
 _DIARY = "tuning.jsonl"
@@ -106,12 +108,12 @@ class _Report(Report):
         self._keep_options = keep_options
         self._kept = False
 
-    def update(self, metrics: Any, *, epoch: int) -> None:
+    def update(self, metrics: Any, *, epoch: int, state: Any = None) -> None:
         """Takes a step, as `Report` does."""
         if not self._kept:
             self._keep_options()
         self._kept = True
-        super().update(metrics, epoch=epoch)
+        super().update(metrics, epoch=epoch, state=state)
 
 
 @dataclass(frozen=True)
@@ -161,9 +163,11 @@ def train(task: Task, settings: Settings, made_with: Mapping[str, Value]) -> Non
             f"{run.loader.epochs} epochs of {run.loader.batches_per_epoch:,} batches of {batch_size:,}"
         )
         trace: Path | None = None
+        traced = run.report.trace
         try:
             saver, report, test, tuner = run.saver, run.report, run.test, run.tuner
             state = fit(run.step, state, run.loader, saver=saver, report=report, test=test, tuner=tuner)
+            traced = _of_all(traced)
         except KeyboardInterrupt:
             run.say(f"interrupted after step {run.num_saved}; run the same command again to go on from there")
             raise typer.Exit(130) from None
@@ -171,12 +175,12 @@ def train(task: Task, settings: Settings, made_with: Mapping[str, Value]) -> Non
             run.say(f"stopped after step {run.num_saved}; run the same command again to go on from there")
             raise
         finally:
-            if run.seat.is_first and "step" in run.report.trace.totals():
+            if run.seat.is_first and "step" in traced.totals():
                 trace = _unused(settings.files.trace)
-                run.report.trace.save(trace)
+                traced.save(trace)
         noted = {name.removeprefix("test_"): value for name, value in run.report.noted.items()}
         metrics = noted or {name: float(value) for name, value in evaluate(run.step, state, run.test).items()}
-        _summarize(run, task.tell(metrics), settings, trace)
+        _summarize(run, task.tell(metrics), settings, None if trace is None else (trace, traced))
         if run.seat.num_workers > 1:
             run.step.meet(state)  # nobody leaves before all that was pushed is there
 
@@ -219,6 +223,16 @@ def _tuner(settings: Settings) -> Tuner | None:
         return None
     is_first = settings.devices.seat.is_first and jax.process_index() == 0
     return Tuner(settings.tune, diary=settings.files.out / _DIARY if is_first else None)
+
+
+def _of_all(trace: Trace) -> Trace:
+    """Returns the trace of all processes of JAX in the first one, or its own where others do not come."""
+    try:
+        found = gather_traces(trace)
+    except (CommError, WaitTimeout) as error:
+        _log.warning("the trace is of this process alone: %s", error)
+        return trace
+    return trace if found is None else found
 
 
 def _check_folder(path: Path) -> None:
@@ -287,14 +301,16 @@ def _touched(task: Task, step: Step, batch_size: int, num_parts: int) -> dict[st
     return measure_touched(task.loss, init=task.init, batches=batches, num_parts=num_parts).tables
 
 
-def _summarize(run: _Run, result: str, settings: Settings, trace: Path | None) -> None:
+def _summarize(run: _Run, result: str, settings: Settings, traced: tuple[Path, Trace] | None) -> None:
     pace = run.report.pace
     told = [f"test {result}"]
     if pace.num_samples:
         told += [f"stall {pace.stall_percent:.1f} %", f"{pace.samples_per_second:,.0f} samples/s"]
-    elif trace is None:
+    elif traced is None:
         told += ["no step was left to train: --epochs for more, --out for a new run"]
     run.say("  ".join(told))
+    if traced is not None and pace.num_samples:
+        run.say(attribute(traced[1]).summary())
     run.say(f"checkpoint  {settings.files.out / 'checkpoints'} (step {run.num_saved})")
     run.say(f"metrics     {settings.files.out / 'metrics.jsonl'}")
     if run.tuner is not None:
@@ -303,5 +319,6 @@ def _summarize(run: _Run, result: str, settings: Settings, trace: Path | None) -
         run.say(f"tuning      {settings.files.out / _DIARY}{shown}")
         for entry in entries[-_SHOWN_ENTRIES:]:
             run.say(f"            {entry}")
-    if trace is not None:
-        run.say(f"trace       {trace} (open it in https://ui.perfetto.dev)")
+    if traced is not None:
+        path = traced[0]
+        run.say(f"trace       {path} (open it in https://ui.perfetto.dev)")

@@ -16,7 +16,7 @@ from braidax.checkpoint import Checkpointer, Preemption, Saver
 from braidax.data import Cursor, DataLoader
 from braidax.errors import CheckpointError, CommError, PeerLost, WaitTimeout
 from braidax.loop.batches import Batches, is_told
-from braidax.loop.evaluating import TestMetrics, checked, evaluate, tested_by
+from braidax.loop.evaluating import Evaluating, TestMetrics, checked, evaluate, tested_by
 from braidax.loop.steps import HasTables, HasVariables, Tuning, Untuned
 from braidax.parallel import Step, TrainStep
 from braidax.report import Report, RunLength
@@ -57,14 +57,13 @@ def fit(
     from servers, or by devices that send while they compute, not CPUs (`Step.fetches_ahead`). `tuner`: owns the knobs
     of `loader` and `saver` until the end.
 
-    **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` when
-    a batch had ids out of range, with `Hybrid(out_of_range="raise")`; `PeerLost` when a process with stages has ended.
+    **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` for
+    ids out of range, with `Hybrid(out_of_range="raise")`; `PeerLost` when a process with stages has ended.
     """
-    before_apply = None if saver is None else saver.wait
     report = Report(show="nothing") if report is None else report
     _trace_all(report, step, loader, saver)
     tested = tested_by(step, test, test_metrics)
-    note_plan = _noting(saver, step)
+    save = _saving(saver, step, report)
     state = _restored(saver, step, state, loader)
     begun, batches = loader.cursor, Batches(loader, is_ahead=is_told(step, coming))
     length, first_step = _length(loader, state, saver)
@@ -77,14 +76,13 @@ def fit(
             epoch = batches.cursor.epoch
             with report.waiting():
                 batch, known = batches.take()
-            state, metrics = step.update(state, batch, before_apply=before_apply, **known)
-            report.update(checked(metrics, "the decorated step"), epoch=epoch)
-            if saver is not None:
-                note_plan()
-                saver.update(_saved(step, state, batches.cursor))
+            with report.updating(None if saver is None else saver.wait) as dispatched:
+                state, metrics = step.update(state, batch, before_apply=dispatched, **known)
+            report.update(checked(metrics, "the decorated step"), epoch=epoch, state=state)
+            save(state, batches.cursor)
             tuner.stepped()
             if test is not None and batches.cursor.epoch > epoch:
-                report.note({f"test_{name}": value for name, value in evaluate(tested, state, test).items()})
+                _note_test(report, tested, state, test)
                 tuner.pause()
         step.finish()
         if saver is not None and batches.cursor != begun:
@@ -95,6 +93,12 @@ def fit(
     if preempted():
         raise SystemExit(128 + signal.SIGTERM)
     return state
+
+
+def _note_test(report: Report, tested: Evaluating | TestMetrics, state: Any, test: DataLoader) -> None:
+    with report.evaluating():
+        found = evaluate(tested, state, test)
+    report.note({f"test_{name}": value for name, value in found.items()})
 
 
 def _saved(step: object, state: Any, cursor: Cursor) -> Any:
@@ -135,18 +139,21 @@ def _tell_skipped(loader: DataLoader, report: Report) -> None:
         report.say(f"bad records: {skipped}")
 
 
-def _noting(saver: Saver | None, step: "AnyStep") -> Callable[[], None]:
-    """Notes the plan of a step; returns what does so behind an update: a decorated step has none before."""
-    if saver is not None:
-        saver.notes.pop("plan", None)
-
-    def note() -> None:
-        if saver is not None and "plan" not in saver.notes:
-            saver.notes["plan"] = step.plan.to_json()
-
+def _saving(saver: Saver | None, step: "AnyStep", report: Report) -> Callable[[Any, Cursor], None]:
+    """Returns what shows the saver a state; it notes the plan, which a decorated step has behind its first update."""
+    if saver is None:
+        return lambda state, cursor: None
+    saver.notes.pop("plan", None)
     if isinstance(step, Step):
-        note()
-    return note
+        saver.notes["plan"] = step.plan.to_json()
+
+    def save(state: Any, cursor: Cursor) -> None:
+        with report.saving():
+            if "plan" not in saver.notes:
+                saver.notes["plan"] = step.plan.to_json()
+            saver.update(_saved(step, state, cursor))
+
+    return save
 
 
 @contextlib.contextmanager

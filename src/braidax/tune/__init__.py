@@ -1,5 +1,13 @@
 """How overlaps interfere, and which mix of them is best: measured, planned, and controlled while a run goes on."""
 
+from braidax.tune.attribution import LANES as LANES
+from braidax.tune.attribution import Attribution as Attribution
+from braidax.tune.attribution import Lane as Lane
+from braidax.tune.attribution import StepTime as StepTime
+from braidax.tune.attribution import TracePart as TracePart
+from braidax.tune.attribution import attribute as attribute
+from braidax.tune.attribution import gather_traces as gather_traces
+from braidax.tune.attribution import merge_traces as merge_traces
 from braidax.tune.calibration.calibrate import calibrate as calibrate
 from braidax.tune.calibration.identity import Identity as Identity
 from braidax.tune.calibration.rates import Calibration as Calibration

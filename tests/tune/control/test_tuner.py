@@ -288,6 +288,23 @@ def test_checkpoints_are_as_far_apart_as_their_cost_asks_for(loader: DataLoader,
         assert not saver.spacing.paused
 
 
+def test_a_trial_in_which_checkpoints_move_is_taken_back(loader: DataLoader, tmp_path: Path) -> None:
+    times = Times()
+    tuner = Tuner(Limits(overhead=0.5), clock=lambda: times.now)
+    with Checkpointer(tmp_path, AdaptiveOn(0.5, times=times)) as saver, tuner.owning(loader, saver):
+        while loader.depth.threads == 3:
+            saving(saver, tuner, times, 1)
+        before = len(tuner.diary)
+        times.cost = 0.5
+        while len(tuner.diary) == before:
+            saving(saver, tuner, times, 1)
+        moved, reverted = list(tuner.diary)[before:]
+        assert (moved.knob, moved.verdict) == ("saver.spacing.num_updates", "set")
+        assert (reverted.knob, reverted.verdict) == ("loader.threads", "reverted")
+        assert reverted.why == "checkpoints have moved meanwhile"
+        assert loader.depth.threads == 3
+
+
 def test_checkpoints_at_regular_updates_stay(loader: DataLoader, tmp_path: Path) -> None:
     times = Times()
     tuner = Tuner("speed", clock=lambda: times.now)

@@ -137,7 +137,9 @@ class _Loop:
         if self._measuring.is_full:
             window = self._measuring.window(self._wait_seconds - self._waited)
             self._measure(0)
-            if self._trial is None:
+            if self._have_moved_checkpoints():
+                self._known = None
+            elif self._trial is None:
                 self._rested(window)
             else:
                 self._tried(self._trial, window)
@@ -158,13 +160,20 @@ class _Loop:
         self._measuring = Measuring(settling_steps)
         self._waited = self._wait_seconds
 
+    def _have_moved_checkpoints(self) -> bool:
+        """Decides how far apart they are, and returns whether that has changed; a trial then says nothing any more."""
+        entry = None if self._spacing is None else self._spacing.decide(self._num_steps)
+        if entry is None:
+            return False
+        self._diary.add(entry)
+        if self._trial is not None:
+            move, self._trial = self._trial.move, None
+            self._turn(move, move.before)
+            self._write(move.knob.name, move.before, move.after, "reverted", "checkpoints have moved meanwhile")
+        return True
+
     def _rested(self, window: Window) -> None:
         """Decides after a window in which nothing was tried."""
-        entry = None if self._spacing is None else self._spacing.decide(self._num_steps)
-        if entry is not None:
-            self._diary.add(entry)
-            self._known = None
-            return
         self._see_drift(window)
         turn = self._num_steps // _TURN_STEPS % jax.process_count()
         move = self._moves.propose(window) if turn == jax.process_index() else None
