@@ -99,7 +99,7 @@ def parallelize(
     `microbatches`: how many equal pieces of the batch gradients and metrics are averaged over (those along samples are
     put together); sample `i` is in piece `i % microbatches`. `plan`: built as it is instead of planning anew, such as
     `Plan.from_json(text)`, for this model and these devices; of `strategies` then counts only what no plan holds: row
-    optimizers, counts of rows, `out_of_range`, `combine_bytes`. `trainable`: a pattern of variables' paths
+    optimizers, counts of rows, `out_of_range`, other `combine_bytes`. `trainable`: a pattern of variables' paths
     (`fnmatch`), several, or a PyTree of bools like the parameters; all others are frozen: they have no gradient, and
     the optimizer is not shown them. `metrics`: more of them, by name: `"grad_norm"`, the global norm of all gradients.
     `compiler_options`: of `jax.jit`, for gradients and apply, or for all programs of
