@@ -148,7 +148,11 @@ def test_what_cannot_be_changed_while_it_runs_is_named(loader: DataLoader, tmp_p
             write(None)
 
 
-def test_own_controllers_are_paused_and_go_on_as_they_were(loader: DataLoader, saver: Checkpointer) -> None:
+def test_own_controllers_are_paused_and_go_on_as_they_were(
+    loader: DataLoader, saver: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("braidax.data.fetching.depth._PERIOD_SECONDS", 0.0)  # it decides after 8 batches
+    monkeypatch.setattr("braidax.data.fetching.depth._BUSY", float("inf"))
     loader.depth.paused = True
     with controllers_paused(loader, saver):
         assert (loader.depth.paused, saver.spacing.paused) == (True, True)
@@ -163,6 +167,9 @@ def test_own_controllers_are_paused_and_go_on_as_they_were(loader: DataLoader, s
             loader.depth.saw(wait_seconds=10.0)
         assert (loader.depth.threads, loader.depth.prefetch) == before
     assert not loader.depth.paused
+    for _ in range(8):
+        loader.depth.saw(wait_seconds=10.0)
+    assert loader.depth.prefetch == before[1] + 2
 
 
 def test_constructors_make_what_knobs_say(tmp_path: Path) -> None:

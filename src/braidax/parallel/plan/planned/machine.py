@@ -65,8 +65,8 @@ class PlannedMachine:
         return f"{devices}{among}, {self.num_cores} cores, {_told('memory_bytes', self.memory_bytes)}"
 
 
-DEVICES = ("platform", "device_kind", "num_devices", "num_processes")
-"""The fields that are of the devices; others are of the host."""
+DEVICES = ("platform", "device_kind", "num_devices")
+"""The fields that are of the devices, whoever has them; others are of hosts."""
 
 
 def _alike(name: str, mine: object, theirs: object) -> bool:
