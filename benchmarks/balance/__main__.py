@@ -1,14 +1,19 @@
 """Balance: whether what is said of a step's time is so, and whether what is tuned by it is the best mix.
 
-`attribution`: 20 ms are injected into each lane of a real run, and have to be found there and nowhere else.
+`attribution`: 20 ms are injected into each lane of a real run, and have to be found there and nowhere else. `adapt`: a
+disk that slows down. `tuning_cost`: a run with a tuner and without.
 """
 
 import jax
 
-from benchmarks.balance import injecting
+from benchmarks.balance import adapting, injecting
 from benchmarks.harness import Report, arguments, run, say
 
-CASES = {"attribution": injecting.measure}
+CASES = {
+    "attribution": injecting.measure,
+    "adapt": adapting.measure_adapt,
+    "tuning_cost": adapting.measure_cost,
+}
 
 
 def main() -> int:

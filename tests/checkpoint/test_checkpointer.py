@@ -6,7 +6,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -264,6 +264,50 @@ def test_a_copy_that_fails_is_raised_by_wait(tmp_path: Path, monkeypatch: pytest
         saver.update({"x": 1})
         with pytest.raises(CheckpointError, match="the checkpoint failed: MemoryError"):
             saver.wait()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("mode", ["under step", "at once"])
+def test_a_snapshot_is_copied_when_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot_gate: Gate, mode: Literal["under step", "at once"]
+) -> None:
+    wait = under_way.UnderWay.copied
+
+    def opening(self: under_way.UnderWay, *arguments: Any) -> Any:
+        snapshot_gate.open()  # somebody waits for the copy
+        return wait(self, *arguments)
+
+    monkeypatch.setattr(under_way.UnderWay, "copied", opening)
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        assert saver.snapshot == "under step"
+        saver.snapshot = mode
+        saver.update({"x": jnp.ones(3)})
+        assert saver._pending is not None  # pyright: ignore[reportPrivateUsage]
+        assert saver._pending.owned.done() == (mode == "at once")  # pyright: ignore[reportPrivateUsage]
+        saver.wait()
+        saver.update({"x": jnp.ones(3)})
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_another_word_for_when_it_is_copied_is_named(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        with pytest.raises(ArgumentError, match='snapshot=\'later\': expected "under step" or "at once"'):
+            saver.snapshot = "later"  # pyright: ignore[reportAttributeAccessIssue]
+        assert saver.snapshot == "under step"
+
+
+def test_a_copy_at_once_that_fails_is_raised_by_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: Held) -> Snapshot:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(Held, "copy", failing)
+    with Checkpointer(tmp_path, Every(2)) as saver:
+        saver.snapshot = "at once"
+        saver.update({"x": 1})
+        with pytest.raises(CheckpointError, match="the checkpoint failed: MemoryError"):
+            saver.update({"x": 1})
+        saver.update({"x": 1})
     assert names(tmp_path) == []
 
 

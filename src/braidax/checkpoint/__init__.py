@@ -3,12 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from braidax.checkpoint.checkpointer import Checkpointer, Saver
+from braidax.checkpoint.checkpointer import Checkpointer
 from braidax.checkpoint.interval.adaptive import Adaptive
 from braidax.checkpoint.interval.preempt import Preemption
 from braidax.checkpoint.interval.spacing import Every, Interval, Spacing, Verdict
 from braidax.checkpoint.places.folder import Folder
 from braidax.checkpoint.places.place import Place, Skipped
+from braidax.checkpoint.saver import Saver
 from braidax.checkpoint.snapshot.leaves import Outside, PaddedRows, TrueShapes
 from braidax.host_shard import HostShard
 

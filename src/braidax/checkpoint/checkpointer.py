@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from braidax.checkpoint.interval.spacing import Every, Interval, Spacing, check_interval
 from braidax.checkpoint.places.open_places import OpenPlaces, first_of, given_places, withdraw
@@ -23,6 +23,8 @@ from braidax.spans import Trace
 
 if TYPE_CHECKING:
     from braidax.checkpoint.messages import Messages
+
+SnapshotMode = Literal["under step", "at once"]
 
 
 class Checkpointer:
@@ -76,6 +78,7 @@ class Checkpointer:
             raise ArgumentError(f"timeout_seconds={timeout_seconds!r}: expected seconds > 0")
         self.interval = interval
         self._limit_bytes_per_second: float | None = None
+        self._snapshot: SnapshotMode = "under step"
         self.trace = Trace()
         self.notes: dict[str, str] = {}
         self.while_waiting: Callable[[], object] | None = None
@@ -103,6 +106,11 @@ class Checkpointer:
         return self._places.skipped
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether a checkpoint is being taken, and is not durable yet."""
+        return self._pending is not None and not self._pending.committed.done()
+
+    @property
     def limit_bytes_per_second(self) -> float | None:
         """How fast each process writes to a folder at most, None for as fast as it can; may be set at any time."""
         return self._limit_bytes_per_second
@@ -112,6 +120,19 @@ class Checkpointer:
         if limit is not None and not limit > 0:
             raise ArgumentError(f"limit_bytes_per_second={limit!r}: expected bytes > 0, or None")
         self._limit_bytes_per_second = limit
+
+    @property
+    def snapshot(self) -> SnapshotMode:
+        """When a checkpoint is copied: `"under step"`, while the next gradients run, or `"at once"`, before `update`
+        returns, so that nothing is copied beside a step; may be set at any time.
+        """
+        return self._snapshot
+
+    @snapshot.setter
+    def snapshot(self, mode: SnapshotMode) -> None:
+        if mode not in get_args(SnapshotMode):
+            raise ArgumentError(f'snapshot={mode!r}: expected "under step" or "at once"')
+        self._snapshot = mode
 
     @property
     def timeout_seconds(self) -> float:
@@ -157,6 +178,8 @@ class Checkpointer:
             failure = self._make_room(places) or failure
             self._begin(tree, metric, places)
             spacing.began()
+            if self._snapshot == "at once":
+                failure = self._copied() or failure
             spacing.stalled(time.perf_counter() - begun)
         if failure is not None:
             raise failure
@@ -188,16 +211,10 @@ class Checkpointer:
         **Raises:** `CheckpointError` when it failed, `WaitTimeout` at the limit.
         """
         self._check_open()
-        failure = None
-        if self._pending is not None:
-            begun = time.perf_counter()
-            try:
-                failed = self._pending.copied(self.timeout_seconds, self.while_waiting)
-            except WaitTimeout as late:
-                self._withdraw(self._pending, str(late))
-                raise
-            if failed is not None:
-                failure = self._settle()
+        begun = time.perf_counter()
+        is_pending = self._pending is not None
+        failure = self._copied()
+        if is_pending:
             self.spacing.stalled(time.perf_counter() - begun)
         failure = failure or self._heard()
         if failure is not None:
@@ -294,6 +311,17 @@ class Checkpointer:
         self._pending = UnderWay(order, held, places)
         return self._pending
 
+    def _copied(self) -> Exception | None:
+        """Waits until nothing is copied any more, and returns what went wrong with that."""
+        if self._pending is None:
+            return None
+        try:
+            failed = self._pending.copied(self.timeout_seconds, self.while_waiting)
+        except WaitTimeout as late:
+            self._withdraw(self._pending, str(late))
+            raise
+        return None if failed is None else self._settle()
+
     def _heard(self) -> Exception | None:
         """Returns what went wrong with what is over, once."""
         is_over = self._pending is not None and self._pending.committed.done()
@@ -344,46 +372,3 @@ def _processes_of(messages: "Messages | None", timeout_seconds: float) -> Proces
     from braidax.checkpoint.messages import processes_of
 
     return processes_of(messages, timeout_seconds)
-
-
-@runtime_checkable
-class Saver(Protocol):
-    """What a training loop needs to save its state; `Checkpointer` is one.
-
-    **Fields:** `notes`: as of `Checkpointer`.
-    """
-
-    notes: dict[str, str]
-
-    @property
-    def num_updates(self) -> int:
-        """How many updates the state has seen."""
-        ...
-
-    @property
-    def timeout_seconds(self) -> float:
-        """The limit of every wait; it may be set."""
-        ...
-
-    @timeout_seconds.setter
-    def timeout_seconds(self, seconds: float) -> None: ...
-
-    def update(self, tree: Any, *, metric: Any = None) -> None:
-        """As `Checkpointer.update`."""
-        ...
-
-    def save(self, tree: Any, *, metric: Any = None) -> Path:
-        """As `Checkpointer.save`."""
-        ...
-
-    def wait(self) -> None:
-        """As `Checkpointer.wait`."""
-        ...
-
-    def restore(self, like: Any, *, only: Sequence[str] | None = None) -> Any:
-        """As `Checkpointer.restore`."""
-        ...
-
-    def close(self) -> None:
-        """As `Checkpointer.close`."""
-        ...

@@ -42,6 +42,10 @@ _ON_ERROR_HELP = "Skip bad records, 100 at most, and list them in OUT/skipped.js
 _TARGET_HELP = "Compile it for a machine that need not be here, such as h100:8 or v5e:4x4; or for what is here."
 _MEASURE_HELP = "Measure what the devices here compute and send; rotated and fully_sharded axes choose by that."
 _MEMORY_HELP = "GB of a device that variables may take, with --measure."
+_EVERY_HELP = "Steps between checkpoints."
+_TUNE_HELP = "Turn knobs while it trains, for speed or safe; checkpoints are as far apart as that asks for."
+_PATH_HELP = "Samples: a file, folder, pattern or URL; checkpoints: a folder; or machine, where there is no such path."
+_FOLDER_HELP = "Of machine: a folder on the disk to measure, which is written to for a moment."
 _CASE_HELP = "digits, cifar-resnet18, cifar-resnet50, imagenet-resnet18, imagenet-resnet50 or imdb-bert."
 _LIMIT_HELP = "Of what trains, such as memory=2G,cores=1,disk=50M,network=100M; bytes, and bits of a network."
 _PAIRS_HELP = "Some of checkfreq-ddp,sync-prefetch,pipedream-checkfreq,pipedream-prefetch,full."
@@ -93,8 +97,9 @@ def _train(
     preset: Annotated[str | None, typer.Option(help=_PRESET_HELP)] = None,
     image_size: Annotated[int | None, typer.Option(min=1, help="Of image tasks: height and width in pixels.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the first parameters and of the shuffle.")] = 0,
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
+    checkpoint_every: Annotated[int | None, typer.Option(min=1, help=_EVERY_HELP, show_default="100")] = None,
     overhead: Annotated[float | None, typer.Option(help="Instead: what part of the time they may take.")] = None,
+    tune: Annotated[Literal["speed", "balanced", "safe"] | None, typer.Option(help=_TUNE_HELP)] = None,
     on_error: Annotated[Literal["raise", "skip"], typer.Option(help=_ON_ERROR_HELP)] = "raise",
     trace: Annotated[Path | None, typer.Option(help="Perfetto trace to write.", show_default="OUT/trace.json")] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard event files.")] = None,
@@ -103,10 +108,9 @@ def _train(
     grace_seconds: Annotated[float | None, typer.Option(min=0, help=_GRACE_HELP, show_default="30")] = None,
 ) -> None:
     """Train a ready-made task; run it again to go on after an interruption."""
-    from braidax.checkpoint import Adaptive, Every
     from braidax.cli.run_options import check_folder
     from braidax.cli.tasks import make_task, options_of, skipping_bad
-    from braidax.cli.train import Settings, devices_of, train
+    from braidax.cli.train import Files, Settings, devices_of, due_checkpoints, train
 
     out = Path("runs") / task if out is None else out
     devices = devices_of(mesh, strategy, servers, processes=processes)
@@ -127,14 +131,15 @@ def _train(
             "--seed": seed,
             "--checkpoint-every": checkpoint_every,
             "--overhead": overhead,
+            "--tune": tune,
             "--on-error": on_error,
             "--trace": trace,
             "--tensorboard": tensorboard,
         }
         _train_together(task, options, processes, restarts, grace_seconds)
-    due = Every(checkpoint_every) if overhead is None else Adaptive(overhead=overhead)
-    trace = out / "trace.json" if trace is None else trace
-    settings = Settings(out, trace, tensorboard, devices, epochs, batch_size, seed, checkpoints=due)
+    files = Files(out, out / "trace.json" if trace is None else trace, tensorboard)
+    due = due_checkpoints(checkpoint_every, overhead, tune)
+    settings = Settings(files, devices, epochs, batch_size, seed, checkpoints=due, tune=tune)
     made = skipping_bad(made, out) if on_error == "skip" else made
     train(made, settings, options_of(task, path=data, preset=preset, image_size=image_size))
 
@@ -255,9 +260,24 @@ def _frame(
     run_script(script, arguments or (), ranks=ranks, gang=gang, scheduler=scheduler)
 
 
+def _inspect_machine(
+    others: Mapping[str, object], mesh: str | None, folder: Path | None, *, again: bool, json: bool
+) -> None:
+    """Prints what this machine can do. **Arguments:** `others`: options that are not of machines."""
+    from braidax.cli.machine import make_mesh, parse_mesh
+    from braidax.tune import calibrate
+
+    for name, value in others.items():
+        if value is not None:
+            raise typer.BadParameter(f"{name} is not of machine; leave it out")
+    devices = make_mesh(None if mesh is None else parse_mesh(mesh))
+    found = calibrate(devices, Path() if folder is None else folder, measure="again" if again else "once")
+    typer.echo(found.to_json() if json else str(found))
+
+
 @app.command("inspect")
 def _inspect(
-    path: Annotated[str, typer.Argument(help="Samples: a file, folder, pattern or URL; or checkpoints: a folder.")],
+    path: Annotated[str, typer.Argument(help=_PATH_HELP)],
     columns: Annotated[str | None, typer.Option(help="Of a table or of records, such as text,label.")] = None,
     split: Annotated[str | None, typer.Option(help="Such as train or test, where a format has splits.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Show batches on this mesh, such as data=4,model=2.")] = None,
@@ -268,8 +288,20 @@ def _inspect(
         Literal["newest", "all", "none"] | None,
         typer.Option(help="Whose arrays are read and checked, of checkpoints.", show_default="newest"),
     ] = None,
+    folder: Annotated[Path | None, typer.Option(help=_FOLDER_HELP, show_default="this one")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Of machine: measure it anew.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Of machine: print the rates as JSON.")] = False,
 ) -> None:
-    """Show what the loader would see, with a batch's layout given a mesh; or what checkpoints there are and verify."""
+    """Show what the loader would see, with a batch's layout given a mesh; what checkpoints there are; or what this
+    machine can do.
+    """
+    if path == "machine" and not Path(path).exists():
+        others = {"--columns": columns, "--split": split, "--batch-size": batch_size}
+        _inspect_machine({**others, "--processes": processes, "--check": check}, mesh, folder, again=again, json=json)
+        return
+    for name, value in {"--folder": folder, "--again": again, "--json": json}.items():
+        if value:
+            raise typer.BadParameter(f"{name} is of machine, and {path} is another; leave it out")
     from braidax.cli.inspect_checkpoint import inspect_checkpoint, is_checkpoint
 
     if is_checkpoint(Path(path)):

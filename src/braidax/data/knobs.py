@@ -15,7 +15,10 @@ class Knobs:
     each is begun when it is asked for. None for either leaves it to `loader.depth`, which adapts it. `timeout_seconds`:
     the longest wait for one batch. `max_bytes`: of batches in flight, which holds `prefetch` down to 1 at least.
     `hedge_seconds`: when a read that is waited for is done a second time; None: when it takes much longer than the
-    others; 0: always; infinity: never.
+    others; 0: always; infinity: never. `read_bytes`: that one read fills at most, which is what a thread reads, decodes
+    and transforms at once; where reads are slow they are cut smaller.
+
+    **Raises:** `ArgumentError` naming what is out of its range.
     """
 
     threads: int | None = None
@@ -23,6 +26,7 @@ class Knobs:
     timeout_seconds: float = 300.0
     max_bytes: int = 1 << 30
     hedge_seconds: float | None = None
+    read_bytes: int = 2 << 20
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -33,8 +37,9 @@ class Knobs:
             )
         if not 0 < self.timeout_seconds < threading.TIMEOUT_MAX:
             raise ArgumentError(f"timeout_seconds={self.timeout_seconds!r} is not a finite, positive number of seconds")
-        if self.max_bytes < 1:
-            raise ArgumentError(f"max_bytes={self.max_bytes!r} is not a positive number of bytes")
+        for name in ("max_bytes", "read_bytes"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"{name}={getattr(self, name)!r} is not a positive number of bytes")
         if self.hedge_seconds is not None and not self.hedge_seconds >= 0:
             raise ArgumentError(f"hedge_seconds={self.hedge_seconds!r} is not a number of seconds from 0 on, or None")
 

@@ -87,6 +87,7 @@ class DataLoader:
         checksum_every: int | None = None,
     ) -> None:
         self._knobs = knobs or Knobs()
+        self._workers: Workers = workers
         limit = self._knobs.timeout_seconds
         self._given: Given | None = None
         self._fetch: Fetch | None = None
@@ -172,6 +173,11 @@ class DataLoader:
         self._moved = self._moved or knobs.hedge_seconds != self._knobs.hedge_seconds
         self._knobs = knobs
 
+    @property
+    def workers(self) -> Workers:
+        """What reads: `"threads"` or `"processes"`, as it was given."""
+        return self._workers
+
     def __len__(self) -> int:
         """The number of batches in a full pass of one `for`: `epochs` epochs."""
         if self.epochs is None:
@@ -217,7 +223,7 @@ class DataLoader:
         self._fetch, self._moved = fetch, False
         try:
             while True:
-                fetch.resize(threads=self._threads, prefetch=self._prefetch)
+                fetch.resize(threads=self._threads, prefetch=self._prefetch, read_bytes=self._knobs.read_bytes)
                 while len(coming) + len(made) < self._prefetch + num_made and (end is None or ahead.epoch < end):
                     start, ahead = ahead, self._order.after(ahead)
                     batch = fetch.start(functools.partial(self._draw, start))

@@ -25,6 +25,16 @@ from .plan.placements import Split as Split
 from .plan.plan import Plan as Plan
 from .plan.plan import PlannedAxis as PlannedAxis
 from .plan.plan import PlannedVariable as PlannedVariable
+from .plan.planned.knobs import KNOBS as KNOBS
+from .plan.planned.knobs import PLAN_KNOBS as PLAN_KNOBS
+from .plan.planned.knobs import CheckpointingKnobs as CheckpointingKnobs
+from .plan.planned.knobs import ComputingKnobs as ComputingKnobs
+from .plan.planned.knobs import Knob as Knob
+from .plan.planned.knobs import LoadingKnobs as LoadingKnobs
+from .plan.planned.knobs import PlannedKnobs as PlannedKnobs
+from .plan.planned.machine import PlannedMachine as PlannedMachine
+from .plan.replaying import anywhere as anywhere
+from .plan.replaying import check_plan as check_plan
 from .plan.rotated import RotatedTensorParallel as RotatedTensorParallel
 from .plan.strategies import DataParallel as DataParallel
 from .plan.strategies import FullySharded as FullySharded

@@ -5,12 +5,9 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from braidax.errors import ArgumentError
-
 from .plan.compiling import CompilerOption, options_that_hide, sizes_of
 from .plan.model import Model
-from .plan.plan import Plan, layouts_of
-from .plan.strategies import DataParallel, Hybrid
+from .plan.plan import Plan, asked_combine_bytes, layouts_of
 from .plan.strategy import Strategy
 
 
@@ -42,21 +39,18 @@ def compiler_options(
 ) -> CompilerOptions:
     """Returns the options of the compiler: those that a plan and strategies ask for, and what the user gives.
 
+    Strategies prevail over the knobs of a plan.
+
     **Arguments:** `given`: as of `parallelize`. **Raises:** `ArgumentError` where strategies ask for different ones.
     """
-    asked = {
-        strategy.combine_bytes
-        for strategy in strategies.values()
-        if isinstance(strategy, DataParallel | Hybrid) and strategy.combine_bytes is not None
-    }
-    if len(asked) > 1:
-        raise ArgumentError(f"combine_bytes is {sorted(asked)}: expected the same in all strategies, or said once")
+    asked = asked_combine_bytes(strategies)
+    asked = plan.knobs.computing.combine_bytes if asked is None else asked
     platform, both = mesh.devices.flat[0].platform, dict[str, Any]()
     for name, value in (given or {}).items():
         if not isinstance(value, Mapping):
             both[name] = value
         elif name == platform or (platform, name) == ("gpu", "cuda"):
             both |= value
-    own = {"xla_gpu_all_reduce_combine_threshold_bytes": asked.pop()} if asked else {}
+    own = {"xla_gpu_all_reduce_combine_threshold_bytes": asked} if asked is not None else {}
     hiding = {one.name: one.value for one in plan.compiler_options}
     return CompilerOptions({**hiding, **own, **both}, both)

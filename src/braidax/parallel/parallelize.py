@@ -25,7 +25,7 @@ from .plan.footprint import with_sent
 from .plan.parameter_servers import ParameterServers, over_rows, parameter_servers
 from .plan.plan import Plan, make_plan
 from .plan.replanning import tables_of
-from .plan.replaying import check_frozen, check_mesh, check_placements, check_variables
+from .plan.replaying import check_devices, check_frozen, check_mesh, check_placements, check_variables
 from .plan.strategies import Hybrid
 from .plan.strategy import Strategy, check_strategies, stages_axis
 from .rows.read_rows import ReadRows
@@ -98,11 +98,11 @@ def parallelize(
     or `(params, variables)` when the loss asks for them. `batch`: a PyTree of `jax.ShapeDtypeStruct` `[batch, …]`.
     `microbatches`: how many equal pieces of the batch gradients and metrics are averaged over (those along samples are
     put together); sample `i` is in piece `i % microbatches`. `plan`: built as it is instead of planning anew, such as
-    `Plan.from_json(text)`; of `strategies` then counts only what no plan holds: row optimizers, counts of rows,
-    `out_of_range`, `combine_bytes`. `trainable`: a
-    pattern of variables' paths (`fnmatch`), several, or a PyTree of bools like the parameters; all others are frozen:
-    they have no gradient, and the optimizer is not shown them. `metrics`: more of them, by name: `"grad_norm"`, the
-    global norm of all gradients. `compiler_options`: of `jax.jit`, for gradients and apply, or for all programs of
+    `Plan.from_json(text)`, for this model and these devices; of `strategies` then counts only what no plan holds: row
+    optimizers, counts of rows, `out_of_range`, other `combine_bytes`. `trainable`: a pattern of variables' paths
+    (`fnmatch`), several, or a PyTree of bools like the parameters; all others are frozen: they have no gradient, and
+    the optimizer is not shown them. `metrics`: more of them, by name: `"grad_norm"`, the global norm of all gradients.
+    `compiler_options`: of `jax.jit`, for gradients and apply, or for all programs of
     stages; one that is a dict holds those of a platform, such as `{"tpu": {…}}`. `rules`: which mesh axes the logical
     names of dims stand for that Flax keeps with parameters, as a dict or as pairs, such as `{"mlp": "model", "embed":
     None}`; names that are axes of the mesh need none. What names ask for is honored like an override. `servers`: a gang
@@ -159,6 +159,9 @@ def parallelize(
         (trainable, tuple(metrics), compiler_options, rules, servers),
     )
     given = _Given(Loss(loss_fn), optimizer, mesh, strategies, init, batch, pieces, *more)
+    if plan is not None:
+        check_mesh(plan, mesh)
+        check_devices(plan, mesh)
     return given.step(plan) if stages_axis(strategies) is None else given.pipelined_step(plan)
 
 

@@ -1,5 +1,38 @@
-"""Where the time of a step goes, and what is the best mix of all that overlaps."""
+"""How overlaps interfere, and which mix of them is best: measured, planned, and controlled while a run goes on."""
 
-from .attribution import LANES, Attribution, Lane, StepTime, TracePart, attribute, gather_traces, merge_traces
-
-__all__ = ["LANES", "Attribution", "Lane", "StepTime", "TracePart", "attribute", "gather_traces", "merge_traces"]
+from braidax.tune.attribution import LANES as LANES
+from braidax.tune.attribution import Attribution as Attribution
+from braidax.tune.attribution import Lane as Lane
+from braidax.tune.attribution import StepTime as StepTime
+from braidax.tune.attribution import TracePart as TracePart
+from braidax.tune.attribution import attribute as attribute
+from braidax.tune.attribution import gather_traces as gather_traces
+from braidax.tune.attribution import merge_traces as merge_traces
+from braidax.tune.calibration.calibrate import calibrate as calibrate
+from braidax.tune.calibration.identity import Identity as Identity
+from braidax.tune.calibration.rates import Calibration as Calibration
+from braidax.tune.calibration.rates import Copies as Copies
+from braidax.tune.calibration.rates import Cores as Cores
+from braidax.tune.calibration.rates import Disk as Disk
+from braidax.tune.control.diary import Diary as Diary
+from braidax.tune.control.diary import Entry as Entry
+from braidax.tune.control.limits import PRIORITIES as PRIORITIES
+from braidax.tune.control.limits import Limits as Limits
+from braidax.tune.control.limits import Priority as Priority
+from braidax.tune.control.limits import limits_of as limits_of
+from braidax.tune.control.tuner import Tuner as Tuner
+from braidax.tune.knobs.live import LiveKnob as LiveKnob
+from braidax.tune.knobs.live import apply_knobs as apply_knobs
+from braidax.tune.knobs.live import controllers_paused as controllers_paused
+from braidax.tune.knobs.live import hot_knobs as hot_knobs
+from braidax.tune.knobs.live import read_knobs as read_knobs
+from braidax.tune.knobs.rebuilding import checkpointer_options as checkpointer_options
+from braidax.tune.knobs.rebuilding import fit_options as fit_options
+from braidax.tune.knobs.rebuilding import loader_options as loader_options
+from braidax.tune.knobs.rebuilding import parallelize_options as parallelize_options
+from braidax.tune.trials.climbing import Climb as Climb
+from braidax.tune.trials.climbing import Setting as Setting
+from braidax.tune.trials.climbing import Trial as Trial
+from braidax.tune.trials.climbing import climb as climb
+from braidax.tune.trials.running import Course as Course
+from braidax.tune.trials.running import try_settings as try_settings

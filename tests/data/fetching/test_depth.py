@@ -86,3 +86,12 @@ def test_paused_it_leaves_everything_as_it_is(monkeypatch: pytest.MonkeyPatch) -
 def test_bounds_that_cannot_work(bounds: dict[str, int], fact: str) -> None:
     with pytest.raises(ArgumentError, match=f"{fact}: expected 1 <= min <= max"):
         Bounds(**bounds)
+
+
+def test_numbers_that_are_set_are_checked() -> None:
+    depth = Depth()
+    for name in ("threads", "prefetch"):
+        with pytest.raises(ArgumentError, match=f"{name}=0 is not a positive integer"):
+            setattr(depth, name, 0)
+    depth.threads, depth.prefetch = 99, 33  # beyond its bounds, which are its own
+    assert (depth.threads, depth.prefetch) == (99, 33)

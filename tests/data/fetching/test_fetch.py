@@ -544,3 +544,19 @@ def test_bad_records_are_skipped_and_listed(mesh: Mesh, tmp_path: Path, monkeypa
 def test_an_on_error_that_is_not_known(mesh: Mesh) -> None:
     with pytest.raises(ArgumentError, match="on_error='ignore' is not 'raise' or 'skip'"):
         DataLoader(Numbers(16), mesh, P(), batch_size=8, on_error="ignore")
+
+
+def test_knobs_that_are_no_numbers_of_bytes_are_named() -> None:
+    with pytest.raises(ArgumentError, match="read_bytes=0 is not a positive number of bytes"):
+        Knobs(read_bytes=0)
+
+
+def test_a_read_fills_no_more_than_it_may(mesh: Mesh) -> None:
+    source, read = Numbers(64), list[int]()
+    source.before = lambda indices: read.append(len(indices))
+    knobs = Knobs(threads=1, read_bytes=3 * SAMPLE_BYTES, hedge_seconds=float("inf"))
+    with DataLoader(source, mesh, P("data"), batch_size=32, knobs=knobs) as loader:
+        for _ in loader:
+            pass
+    assert sorted({*read}) == [2, 3]
+    assert sum(read) == 64

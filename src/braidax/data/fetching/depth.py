@@ -52,18 +52,36 @@ class Depth:
 
     **Arguments:** `bounds`: between which it moves, from the lower ones on.
 
-    **Fields:** `threads`, `prefetch`: the numbers now. `paused`: True leaves them as they are.
+    **Fields:** `paused`: True leaves the numbers as they are.
     """
 
     def __init__(self, bounds: Bounds | None = None) -> None:
         self.bounds = bounds or Bounds()
-        self.threads = self.bounds.min_threads
-        self.prefetch = self.bounds.min_prefetch
+        self._threads = self.bounds.min_threads
+        self._prefetch = self.bounds.min_prefetch
         self.paused = False
         self._period = _Period.begin()
         self._tried: _Tried | None = None
         self._calm_periods = 0
         self._rest_periods = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads that read now; may be set at any time, beyond the bounds, too."""
+        return self._threads
+
+    @threads.setter
+    def threads(self, number: int) -> None:
+        self._threads = _positive("threads", number)
+
+    @property
+    def prefetch(self) -> int:
+        """Batches in flight now; may be set as `threads`."""
+        return self._prefetch
+
+    @prefetch.setter
+    def prefetch(self, number: int) -> None:
+        self._prefetch = _positive("prefetch", number)
 
     def saw(self, *, wait_seconds: float) -> None:
         """Takes note of a batch for which the consumer waited so long, and decides now and then."""
@@ -103,6 +121,12 @@ class Depth:
         self.prefetch = max(bounds.min_prefetch, min(prefetch, bounds.max_prefetch))
         if (self.threads, self.prefetch) == (self._tried.threads, self._tried.prefetch):
             self._tried = None
+
+
+def _positive(name: str, number: int) -> int:
+    if number < 1:
+        raise ArgumentError(f"{name}={number!r} is not a positive integer")
+    return number
 
 
 @dataclass(frozen=True)

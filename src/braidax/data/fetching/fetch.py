@@ -28,7 +28,7 @@ from braidax.data.workers.threads import Threads, timed_out
 from braidax.errors import WaitTimeout
 from braidax.spans import Trace, span
 
-_READ_BYTES = 1 << 21  # what one read fills at most: enough to drown the cost of a task, small enough to spread
+_READ_BYTES = 2 << 20  # what one read fills at most: enough to drown the cost of a task, small enough to spread
 _READ_SECONDS = 1e-2  # what one read should take at most, where its rows can be cut
 _READS_EACH = 2  # of a batch, for each thread: more spread no better, and each costs some tenths of a millisecond
 _HEDGE_SECONDS = 0.05  # a read is never hedged earlier, unless told so
@@ -56,14 +56,18 @@ class Fetch:
         self._slots = Slots(plan.num_bytes, keep=4)
         devices = {device for leaf in plan.leaves for near in leaf.slices.values() for device in near}
         self._threads = Threads(threads, "braidax-read", cores=cores_near(devices))
-        self._pace = _Pace(max(1, _READ_BYTES // max(plan.sample_bytes, 1)), hedge_seconds)
+        self._pace = _Pace(self._rows_of(_READ_BYTES), hedge_seconds)
         self._hedged: deque[_Read] = deque(maxlen=1024)
         self.num_hedges = 0
 
-    def resize(self, *, threads: int, prefetch: int) -> None:
-        """Changes how many threads there are, and how many free slots are kept."""
+    def resize(self, *, threads: int, prefetch: int, read_bytes: int = _READ_BYTES) -> None:
+        """Changes how many threads there are, how many free slots are kept, and what the next reads fill at most."""
         self._threads.resize(threads)
         self._slots.keep = prefetch + 2
+        self._pace.max_rows = self._rows_of(read_bytes)
+
+    def _rows_of(self, read_bytes: int) -> int:
+        return max(1, read_bytes // max(self._plan.sample_bytes, 1))
 
     def start(self, draw: Draw) -> "Batch":
         """Begins to fetch a batch; all of the work is left to the threads.
@@ -284,7 +288,7 @@ class _Pace:
     """How long reads take: says how many rows the next ones have, and after how many seconds one is hedged."""
 
     def __init__(self, max_rows: int, hedge_seconds: float | None) -> None:
-        self._max_rows = max_rows
+        self.max_rows = max_rows
         self._row_seconds = 0.0
         self._adapts = hedge_seconds is None
         self.hedge_seconds = math.inf if hedge_seconds is None else hedge_seconds
@@ -303,4 +307,4 @@ class _Pace:
 
     def num_rows(self, least: int) -> int:
         """Returns how many rows one read should have. **Arguments:** `least`: as far as memory allows."""
-        return max(1, min(self._max_rows, max(least, int(_READ_SECONDS / max(self._row_seconds, 1e-9)))))
+        return max(1, min(self.max_rows, max(least, int(_READ_SECONDS / max(self._row_seconds, 1e-9)))))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from .costs.ring import PlannedRing, planned_ring
 from .layout import Axis, Layout
 from .model import Model
 from .placements import Placement, Replicated
+from .planned.knobs import ComputingKnobs, PlannedKnobs
+from .planned.machine import PlannedMachine
 from .planned.stages import PlannedPipeline
 from .planned.variable import Costs as Costs
 from .planned.variable import PlannedAxis as PlannedAxis
@@ -38,7 +40,8 @@ class Plan:
     **Arguments:** `axes`: the mesh. `batch_axes`: the axes that the batch is split over. `microbatches`: pieces that
     gradients are accumulated over. `variables`: one entry per variable. `compiler_options`: what hides that which is
     sent, on the devices of the mesh. `ring`: from how many tokens a device on products hide the hops of what goes
-    around. `pipeline`: the stages along an axis, and what they do when.
+    around. `pipeline`: the stages along an axis, and what they do when. `knobs`: of loader, checkpoints and step, and
+    the machine that it was made on.
     """
 
     axes: tuple[PlannedAxis, ...]
@@ -48,6 +51,7 @@ class Plan:
     compiler_options: tuple[CompilerOption, ...] = ()
     ring: PlannedRing | None = None
     pipeline: PlannedPipeline | None = None
+    knobs: PlannedKnobs = field(default_factory=PlannedKnobs)
 
     def to_json(self) -> str:
         """Returns the plan as one JSON object."""
@@ -72,7 +76,10 @@ class Plan:
                 compiler_options=tuple(CompilerOption(**entry) for entry in tree.get("compiler_options", ())),
                 ring=None if tree.get("ring") is None else PlannedRing(**tree["ring"]),
                 pipeline=None if tree.get("pipeline") is None else PlannedPipeline.from_tree(tree["pipeline"]),
+                knobs=PlannedKnobs.from_tree(tree.get("knobs") or {}),
             )
+        except ArgumentError:
+            raise
         except (ValueError, KeyError, TypeError) as error:
             raise ArgumentError(f"text is no plan ({error!r}): expected what Plan.to_json returns") from error
 
@@ -93,6 +100,7 @@ class Plan:
             paragraph("compiler", f"{one.name}={one.value}: {one.why}", indent=14) for one in self.compiler_options
         ]
         ring = [] if self.ring is None else paragraph("ring", str(self.ring), indent=14)
+        knobs = paragraph("knobs", str(self.knobs), indent=14) if self.knobs.changed() else []
         compared = [] if self.pipeline else architectures(self.variables, self.axes, self.batch_axes)
         told = [paragraph(f"[{number}]", why, indent=5) for number, why in enumerate(reasons, 1)]
         return "\n".join(
@@ -101,6 +109,7 @@ class Plan:
                 *paragraph("batch", f"split over {split}, microbatches={self.microbatches}", indent=14),
                 *ring,
                 *(line for lines in options for line in lines),
+                *knobs,
                 *([] if self.pipeline is None else ["", *self.pipeline.lines()]),
                 "",
                 *lines,
@@ -118,6 +127,9 @@ class Plan:
         heads += [("microbatches", self.microbatches, other.microbatches)]
         heads += [("pipeline", *("none" if plan.pipeline is None else plan.pipeline.short for plan in (self, other)))]
         heads += [("ring", *("none" if plan.ring is None else plan.ring.short for plan in (self, other)))]
+        heads += [("machine", self.knobs.machine, other.knobs.machine)]
+        values, others = self.knobs.values(), other.knobs.values()
+        heads += [(f"knob {name}", value, others[name]) for name, value in values.items()]
         lines = [f"{name}: {one} → {two}" for name, one, two in heads if one != two]
         mine, theirs = ({one.path: _row(one, plan.axes) for one in plan.variables} for plan in (self, other))
         rows: list[tuple[str, ...]] = [("variable", "shape", "placement, dim", "held", "sent")]
@@ -269,13 +281,23 @@ def make_plan(mesh: Mesh, strategies: Mapping[str, Strategy], model: Model) -> P
         )
         for path, spec in model.variables.items()
     )
-    return Plan(told, batch_axes(mesh, strategies), model.microbatches, variables, ring=_ring(choices))
+    knobs = PlannedKnobs(computing=ComputingKnobs(asked_combine_bytes(strategies)), machine=PlannedMachine.of(mesh))
+    return Plan(told, batch_axes(mesh, strategies), model.microbatches, variables, ring=_ring(choices), knobs=knobs)
 
 
 def _ring(choices: Mapping[str, Mapping[str, Choice]]) -> PlannedRing | None:
     """Returns the ring of an axis, which is the only one. **Arguments:** `choices`: by axis, then by path."""
     rings = [planned_ring(axis, [one.ring for one in chosen.values()]) for axis, chosen in choices.items()]
     return next((ring for ring in rings if ring is not None), None)
+
+
+def asked_combine_bytes(strategies: Mapping[str, Strategy]) -> int | None:
+    """Returns the `combine_bytes` that strategies ask for. **Raises:** `ArgumentError` where they ask for different."""
+    given = [getattr(strategy, "combine_bytes", None) for strategy in strategies.values()]
+    asked = {one for one in given if one is not None}
+    if len(asked) > 1:
+        raise ArgumentError(f"combine_bytes is {sorted(asked)}: expected the same in all strategies, or said once")
+    return asked.pop() if asked else None
 
 
 def _innermost(strategy: Any) -> Any:

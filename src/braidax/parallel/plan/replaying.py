@@ -1,14 +1,18 @@
 """A plan that is given instead of made: does it fit the mesh and the model?"""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError
+from braidax.program import named_leaves
 
 from .model import Model
 from .plan import Plan, layouts_of
+from .planned.machine import DEVICES, PlannedMachine
 from .strategy import refused
 
 _MAX_NAMED = 3
@@ -21,6 +25,43 @@ def check_mesh(plan: Plan, mesh: Mesh) -> None:
         raise ArgumentError(f"plan is for a mesh {planned}, and mesh is {given}: give that mesh, or plan anew")
     if strange := [axis for axis in plan.batch_axes if axis not in planned]:
         raise ArgumentError(f"plan splits the batch over {strange}, and its axes are {[*planned]}: plan anew")
+
+
+def check_devices(plan: Plan, mesh: Mesh) -> None:
+    """Raises `ArgumentError` naming what differs when a plan was made on other devices."""
+    _check_machine(plan, mesh, only=DEVICES)
+
+
+def check_plan(plan: Plan, mesh: Mesh, params: Any = None) -> None:
+    """Checks that a plan was made for a model, a mesh and this machine, host included.
+
+    `parallelize(plan=…)` checks all but the host, which knobs of loading are for.
+
+    **Arguments:** `mesh`: to apply it on. `params`: a PyTree of arrays or `jax.ShapeDtypeStruct`; None: any model.
+
+    **Raises:** `ArgumentError` naming all that differs.
+    """
+    check_mesh(plan, mesh)
+    _check_machine(plan, mesh)
+    if params is not None:
+        check_variables(plan, dict(named_leaves(params, "params")))
+
+
+def anywhere(plan: Plan) -> Plan:
+    """Returns a plan that may be applied on any machine that has its mesh."""
+    return replace(plan, knobs=replace(plan.knobs, machine=None))
+
+
+def _check_machine(plan: Plan, mesh: Mesh, only: Collection[str] | None = None) -> None:
+    if plan.knobs.machine is None:
+        return
+    found = plan.knobs.machine.differences(PlannedMachine.of(mesh))
+    told = [words for name, words in found.items() if only is None or name in only]
+    if told:
+        raise ArgumentError(
+            f"plan is of another machine: {'; '.join(told)}: plan anew, or take braidax.parallel.anywhere(plan), which "
+            "fits any machine that has its mesh"
+        )
 
 
 def check_variables(plan: Plan, variables: Mapping[str, jax.ShapeDtypeStruct]) -> None:

@@ -111,24 +111,39 @@ class _Bench:
         return self.agreed(time.perf_counter() - begun, np.mean)
 
     def _wait(self, outputs: Any, what: str) -> None:
-        deadline = time.perf_counter() + self._wait_seconds
-        while not all(output.is_ready() for output in jax.tree.leaves(outputs)):
-            if time.perf_counter() > deadline:
-                raise WaitTimeout(
-                    f"wait_seconds={self._wait_seconds}: {what} on {self.num_devices} devices was not done by then: a "
-                    f"process of the mesh does not measure, or devices hang; else give more"
-                )
-            time.sleep(_LOOK_SECONDS)
+        wait_for(outputs, f"{what} on {self.num_devices} devices", self._wait_seconds)
 
     def agreed(self, value: float, of_all: Callable[[Any], Any]) -> float:
-        """Returns one value for all processes of the mesh, so that they go on alike."""
-        if not self._mesh.is_multi_process:
-            return value
-        each = NamedSharding(self._mesh, self._spec)
-        own = jax.make_array_from_callback((self._mesh.size,), each, lambda _: np.array([value], np.float32))
-        whole = jax.jit(lambda one: one + 0, out_shardings=NamedSharding(self._mesh, PartitionSpec()))(own)
-        self._wait(whole, "an exchange of times")
-        return float(of_all(np.asarray(whole.addressable_data(0))))
+        """As the function, on this mesh."""
+        return agreed(self._mesh, value, of_all, wait_seconds=self._wait_seconds)
+
+
+def agreed(mesh: Mesh, value: float, of_all: Callable[[Any], Any], *, wait_seconds: float) -> float:
+    """Returns one value for all processes of a mesh, so that they go on alike; all call it.
+
+    **Arguments:** `value`: of this process. `of_all`: makes one of those of all devices, float32 `[devices]`.
+
+    **Raises:** `WaitTimeout` when the devices do not answer.
+    """
+    if not mesh.is_multi_process:
+        return value
+    each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    own = jax.make_array_from_callback((mesh.size,), each, lambda _: np.array([value], np.float32))
+    whole = jax.jit(lambda one: one + 0, out_shardings=NamedSharding(mesh, PartitionSpec()))(own)
+    wait_for(whole, f"an exchange of times on {mesh.size} devices", wait_seconds)
+    return float(of_all(np.asarray(whole.addressable_data(0))))
+
+
+def wait_for(outputs: Any, what: str, wait_seconds: float) -> None:
+    """Waits until arrays are computed. **Raises:** `WaitTimeout` at the limit, saying `what` was not done."""
+    deadline = time.perf_counter() + wait_seconds
+    while not all(output.is_ready() for output in jax.tree.leaves(outputs)):
+        if time.perf_counter() > deadline:
+            raise WaitTimeout(
+                f"wait_seconds={wait_seconds}: {what} was not done by then: a process of the mesh does not measure, or "
+                f"devices hang; else give more"
+            )
+        time.sleep(_LOOK_SECONDS)
 
 
 def _products(bench: _Bench, dtype: Any) -> tuple[int, float]:

@@ -4,78 +4,25 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
 
 from braidax.checkpoint import Checkpointer, Preemption, Saver
 from braidax.data import Cursor, DataLoader
-from braidax.errors import ArgumentError, BraidaxError, CheckpointError, CommError, PeerLost, WaitTimeout
+from braidax.errors import CheckpointError, CommError, PeerLost, WaitTimeout
+from braidax.loop.batches import Batches, is_told
+from braidax.loop.evaluating import Evaluating, TestMetrics, checked, evaluate, tested_by
+from braidax.loop.steps import HasTables, HasVariables, Tuning, Untuned
 from braidax.parallel import Step, TrainStep
 from braidax.report import Report, RunLength
 
 if TYPE_CHECKING:
-    from braidax.parallel import PipelinedStep, ServedStep, WorkerStep
-
-    AnyStep = Step | TrainStep | PipelinedStep | ServedStep | WorkerStep
-
-TestMetrics = Callable[[Any, Any], Mapping[str, Any]]
-"""Gives the metrics of a state on a batch."""
-
-
-@runtime_checkable
-class Evaluating(Protocol):
-    """A step that gives the metrics of a state on a batch: a `Step`, or one of stages."""
-
-    def evaluate(self, state: Any, batch: Any) -> Mapping[str, Any]:
-        """Computes them."""
-        ...
-
-    def finish(self) -> None:
-        """Waits for all so far."""
-        ...
-
-
-@runtime_checkable
-class HasTables(Protocol):
-    """A step whose tables are elsewhere, on servers."""
-
-    @property
-    def tables(self) -> Any:
-        """Stands for them in a checkpoint."""
-        ...
-
-    def prepare(self, batch: Any) -> None:
-        """Begins to pull what a coming batch reads."""
-        ...
-
-
-@runtime_checkable
-class HasVariables(Protocol):
-    """A step of a worker, all of whose variables are on servers."""
-
-    @property
-    def variables(self) -> Any:
-        """Stands for them in a checkpoint."""
-        ...
-
-    @property
-    def fetches_ahead(self) -> bool:
-        """Whether it pulls rows ahead that are never late."""
-        ...
-
-    def meet(self, state: Any) -> Any:
-        """Returns the state to go on with, when all workers have come."""
-        ...
-
-    def of_first(self, value: Any) -> Any:
-        """Returns the array that the first worker gives, when all have come."""
-        ...
-
+    from braidax.loop.steps import AnyStep
 
 _log = logging.getLogger("braidax")
 _WITHIN_SECONDS = 30.0  # which platforms leave between SIGTERM and SIGKILL
@@ -91,6 +38,7 @@ def fit(
     test: DataLoader | None = None,
     test_metrics: TestMetrics | None = None,
     coming: Literal["auto", "known", "unknown"] = "auto",
+    tuner: Tuning | None = None,
 ) -> Any:
     """Trains until the loader's epochs are over, and goes on where the newest checkpoint left off.
 
@@ -103,33 +51,39 @@ def fit(
     records are counted at the end. `saver`: of several workers the first one's; restores before the first step, of
     workers all, and is shown the state and the loader's cursor after each one; the plan is in its notes. `report`: what
     is shown and written, nothing by default; its trace becomes that of the loader, a `Checkpointer` and stages. `test`:
-    evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's `evaluate`,
-    which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told the next batch,
-    taken from the loader an update earlier; by default where rows of tables are fetched ahead from servers, or by
-    devices that send while they compute, not CPUs (`Step.fetches_ahead`).
+    if given, evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's
+    `evaluate`, which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told the
+    next batch, which is then taken from the loader an update earlier; by default where rows of tables are fetched ahead
+    from servers, or by devices that send while they compute, not CPUs (`Step.fetches_ahead`). `tuner`: owns the knobs
+    of `loader` and `saver` until the end.
 
     **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` for
     ids out of range, with `Hybrid(out_of_range="raise")`; `PeerLost` when a process with stages has ended.
     """
     report = Report(show="nothing") if report is None else report
     _trace_all(report, step, loader, saver)
-    tested = _tested(step, test, test_metrics)
+    tested = tested_by(step, test, test_metrics)
     save = _saving(saver, step, report)
     state = _restored(saver, step, state, loader)
-    begun, batches = loader.cursor, _Batches(loader, is_ahead=_is_told(step, coming))
+    begun, batches = loader.cursor, Batches(loader, is_ahead=is_told(step, coming))
     length, first_step = _length(loader, state, saver)
-    named, closed, told = _failure_named(step, saver), contextlib.closing(batches), report.following(length, first_step)
-    with named, closed, loader, told, _interrupt_kept() as interrupted, _preempted(saver) as preempted:
+    tuner = Untuned() if tuner is None else tuner
+    opened = (_failure_named(step, saver), contextlib.closing(batches), loader, report.following(length, first_step))
+    with contextlib.ExitStack() as inside, _interrupt_kept() as interrupted, _preempted(saver) as preempted:
+        for one in (*opened, tuner.owning(loader, saver)):
+            inside.enter_context(one)
         while not interrupted() and not preempted() and not batches.are_over:
             epoch = batches.cursor.epoch
             with report.waiting():
                 batch, known = batches.take()
             with report.updating(None if saver is None else saver.wait) as dispatched:
                 state, metrics = step.update(state, batch, before_apply=dispatched, **known)
-            report.update(_checked(metrics, "the decorated step"), epoch=epoch, state=state)
+            report.update(checked(metrics, "the decorated step"), epoch=epoch, state=state)
             save(state, batches.cursor)
+            tuner.stepped()
             if test is not None and batches.cursor.epoch > epoch:
                 _note_test(report, tested, state, test)
+                tuner.pause()
         step.finish()
         if saver is not None and batches.cursor != begun:
             saver.save(_saved(step, state, batches.cursor))
@@ -170,61 +124,6 @@ def _restored(saver: Saver | None, step: object, state: Any, loader: DataLoader)
     return state
 
 
-def _is_told(step: "AnyStep", coming: Literal["auto", "known", "unknown"]) -> bool:
-    """Whether updates are told the coming batch. **Raises:** `ArgumentError` where they could make nothing of it."""
-    if coming not in ("auto", "known", "unknown"):
-        raise ArgumentError(f'coming is {coming!r}, expected "auto", "known" or "unknown"')
-    served = isinstance(step, HasTables) or (isinstance(step, HasVariables) and step.fetches_ahead)
-    fetches = served or (isinstance(step, Step) and step.fetches_ahead)
-    if coming == "known" and not fetches:
-        raise ArgumentError(
-            'coming is "known", and the step fetches nothing ahead: it is decorated, or reads no table by rows; '
-            'expected "auto" or "unknown"'
-        )
-    if coming == "auto":
-        return served or (fetches and all(device.platform != "cpu" for device in step.mesh.devices.flat))
-    return coming == "known"
-
-
-class _Batches:
-    """The batches of a loader, each with the one that comes, if that is wanted and there is one.
-
-    `cursor` stands behind the last one that was taken, wherever the loader's own is.
-    """
-
-    def __init__(self, loader: DataLoader, *, is_ahead: bool) -> None:
-        self._loader, self._batches, self._is_ahead = loader, iter(loader), is_ahead
-        self.cursor = loader.cursor
-        self._following: tuple[Any, Cursor] | None = None
-        self._error: BraidaxError | None = None
-
-    @property
-    def are_over(self) -> bool:
-        """Whether all epochs are over."""
-        return self._loader.epochs is not None and self.cursor.epoch >= self._loader.epochs
-
-    def take(self) -> tuple[Any, dict[str, Any]]:
-        """Returns a batch, and what an update is told of the one that comes, whose error is raised when it is taken."""
-        if self._error is not None:
-            raise self._error
-        batch, self.cursor = self._next() if self._following is None else self._following
-        self._following = None
-        if self._is_ahead and not self.are_over:
-            try:
-                self._following = self._next()
-            except BraidaxError as error:
-                self._error = error
-        return batch, {} if self._following is None else {"coming": self._following[0]}
-
-    def close(self) -> None:
-        """Sets the loader's cursor behind what was taken."""
-        if self._loader.cursor != self.cursor:
-            self._loader.cursor = self.cursor
-
-    def _next(self) -> tuple[Any, Cursor]:
-        return next(self._batches), self._loader.cursor
-
-
 def _trace_all(report: Report, step: "AnyStep", loader: DataLoader, saver: Saver | None) -> None:
     if report.traces_all:
         loader.trace = report.trace
@@ -234,51 +133,10 @@ def _trace_all(report: Report, step: "AnyStep", loader: DataLoader, saver: Saver
             saver.trace = report.trace
 
 
-def evaluate(step: Evaluating | TestMetrics, state: Any, loader: DataLoader) -> dict[str, float]:
-    """Returns the mean of each scalar metric over one pass through a loader.
-
-    Each batch weighs as much as it has valid samples, so the result is exact if `loader` was made with
-    `remainder="pad"` and the loss takes means over the samples that `batch["mask"]` marks.
-
-    **Arguments:** `step`: its `evaluate` gives the metrics of a batch; or a function of state and batch that does, such
-    as `step.wrap(fn)` of a decorated one. `state`: is not changed. `loader`: with `epochs=1`, at the start of an epoch;
-    `seed=None` reads in file order.
-    """
-    if loader.epochs != 1 or loader.cursor.position != 0:
-        raise ArgumentError(
-            f"loader has epochs={loader.epochs} and stands at {loader.cursor}; evaluate takes a loader with epochs=1 "
-            f"that stands at position=0"
-        )
-    metrics_of = step.evaluate if isinstance(step, Evaluating) else step
-    totals: dict[str, jax.Array] = {}
-    num_samples = 0
-    for batch in loader:
-        valid = min(loader.batch_size, loader.num_samples - num_samples)
-        num_samples += valid
-        for name, metric in _checked(metrics_of(state, batch), "test_metrics").items():
-            if isinstance(metric, jax.Array) and metric.ndim == 0:
-                totals[name] = totals.get(name, 0) + metric * valid
-    if isinstance(step, Evaluating):
-        step.finish()
-    return {name: float(total) / num_samples for name, total in totals.items()}
-
-
 def _tell_skipped(loader: DataLoader, report: Report) -> None:
     skipped = loader.source.describe().get("bad records")
     if skipped is not None:
         report.say(f"bad records: {skipped}")
-
-
-def _tested(step: "AnyStep", test: DataLoader | None, test_metrics: TestMetrics | None) -> Evaluating | TestMetrics:
-    """Returns what `evaluate` takes."""
-    if test is not None and test_metrics is None and isinstance(step, TrainStep):
-        raise ArgumentError(
-            "test is given, and a decorated step has no evaluate: give test_metrics=step.wrap(fn) as well, where "
-            "fn(state, batch) returns a dict of metrics"
-        )
-    if test is None and test_metrics is not None:
-        raise ArgumentError("test_metrics is given, and test is None: give the loader of what is evaluated, too")
-    return step if test_metrics is None else test_metrics
 
 
 def _saving(saver: Saver | None, step: "AnyStep", report: Report) -> Callable[[Any, Cursor], None]:
@@ -319,15 +177,6 @@ def _failure_named(step: "AnyStep", saver: Saver | None) -> Generator[None, None
     finally:
         if isinstance(saver, Checkpointer):
             saver.while_waiting = None
-
-
-def _checked(metrics: Any, what: str) -> Mapping[str, Any]:
-    if not isinstance(metrics, Mapping):
-        raise ArgumentError(
-            f"{what} returned metrics of type {type(metrics).__name__}, expected a dict by name, such as "
-            f'{{"loss": loss}}'
-        )
-    return metrics  # pyright: ignore[reportUnknownVariableType]
 
 
 def _length(loader: DataLoader, state: Any, saver: Saver | None) -> tuple[RunLength, int]:

@@ -1,0 +1,1 @@
+"""Knobs of a plan on what runs: read off it, set while it goes on, and made into what constructors take."""
