@@ -87,7 +87,7 @@ class _Window:
 def _windows(processes: Sequence[Recorded]) -> list[_Window]:
     """Returns the steps that all processes have."""
     begins = sorted(begin for process in processes for begin in process.begins)
-    evaluated = [end for process in processes for _, end in process.evaluations]
+    evaluated = sorted(end for process in processes for _, end in process.evaluations)
     found: list[_Window] = []
     before: float | None = None
     for steps in _of_all([process.steps for process in processes]):
@@ -97,8 +97,9 @@ def _windows(processes: Sequence[Recorded]) -> list[_Window]:
         begin = begins[begun] if begun >= 0 else started
         compiles = before is None or (begun >= 0 and begin >= before)
         # An evaluation is behind a step that devices may still be at; it is over before the next one has its batch.
-        between = [begin, *(until for until in evaluated if until <= started)]
-        start = max(between if before is None else [before, *between])
+        over = bisect_right(evaluated, started)
+        between = evaluated[max(0, over - 1) : over]
+        start = max([begin, *between, *([] if before is None else [before])])
         found.append(_Window(steps[0].number, min(start, end), ends, compiles))
         before = end
     return found
