@@ -97,9 +97,9 @@ def _windows(processes: Sequence[Recorded]) -> list[_Window]:
         begin = begins[begun] if begun >= 0 else started
         compiles = before is None or (begun >= 0 and begin >= before)
         # An evaluation is behind a step that devices may still be at; it is over before the next one has its batch.
-        over = bisect_right(evaluated, started)
-        between = evaluated[max(0, over - 1) : over]
-        start = max([begin, *between, *([] if before is None else [before])])
+        start = begin if before is None else max(before, begin)
+        if over := bisect_right(evaluated, started):
+            start = max(start, evaluated[over - 1])
         found.append(_Window(steps[0].number, min(start, end), ends, compiles))
         before = end
     return found
