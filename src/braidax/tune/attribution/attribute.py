@@ -31,9 +31,9 @@ def attribute(traces: Trace | Iterable[Trace], *, alone: Attribution | None = No
     wait while one has no program to run: an instant in which any has none is in its lane.
 
     *Estimated.* While all have programs to run, the instants are `compute`, less three parts whose seconds are known
-    and whose instants are not. `persist interference`: steps beside a checkpoint's copy or writing, against the
-    median of those without: the median over steps of (longer by) ÷ (seconds beside), by the latter's weight, times the
-    latter; never negative, never more than the seconds beside; 0 with less than 3 undisturbed steps. `bubble`: where
+    and whose instants are not. `persist interference`: by how much the mean step beside a checkpoint's
+    copy or writing is longer than the mean one without, divided among the former by their seconds beside; never
+    negative, never more than these; 0 with less than 3 undisturbed steps. `bubble`: where
     stages were measured (one update of a hundred), the share of the time from the first to the last operation in which
     devices computed nothing, times the time of the gradients. `exposed communication` inside of compiled programs: with
     `alone`, by how much longer the median `compute` is than there; without, it stays in `compute`.
