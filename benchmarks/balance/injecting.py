@@ -1,7 +1,7 @@
 """`attribution`: 20 ms are injected into each lane of a real run, and have to be found there and nowhere else.
 
-Each run is made twice in turn, with and without the 20 ms; what a lane has more of a step, on average, is compared with
-what was slept. A loop of either run lets its devices finish each step before it goes on: what it sleeps is then hidden
+Each run is made twice in turn, with and without the 20 ms; what a lane has more of a step is compared with what was
+slept. A loop of either run lets its devices finish each step before it goes on: what it sleeps is then hidden
 by nothing. What is injected:
 
 - `data wait`: the loader sleeps before it gives a batch;
@@ -14,6 +14,7 @@ by nothing. What is injected:
 """
 
 import contextlib
+import statistics
 import tempfile
 import threading
 import time
@@ -38,8 +39,9 @@ CASE = "20 ms injected into a run"
 _WIDTH, _BATCH = 128, 128
 _STATE_BYTES = 3 * 8 * _WIDTH**2 * 4
 _PERSIST_STEPS = 4  # that a persist lasts, as long as until the next one
+_FIRST_STEPS = 4  # in which programs are compiled, those of the trace too
 _REST_SECONDS = 0.01  # of the gradients of steps beside which there may be one
-_STAGES_EVERY = 8  # updates, of which the fourth is measured: of a hundred only one would be
+_STAGES_EVERY = 5  # updates, of which the fourth is measured: of a hundred only one would be
 
 
 @dataclass(frozen=True)
@@ -67,21 +69,22 @@ class Injection:
             time.sleep(self.seconds)
             self.sleeps.append((begun, time.perf_counter() - begun))
 
-    def slept(self, start: float, end: float) -> float:
-        """Returns the seconds between two instants."""
-        return sum(seconds for begun, seconds in self.sleeps if start <= begun < end)
+    def slept(self, start: float, end: float) -> list[float]:
+        """Returns the seconds of sleeps that began between two instants."""
+        return [seconds for begun, seconds in self.sleeps if start <= begun < end]
 
 
 @dataclass(frozen=True)
 class Found:
     """What one run has shown, of the steps behind the first.
 
-    **Fields:** `lanes`: seconds a step. `slept`: seconds a step. `wall`: seconds a step by a clock of its own.
+    **Fields:** `lanes`, `slept`: seconds a step: the median, and the mean where not all steps sleep. `wrong`: the share
+    of all their time, by a clock that is not the trace's, by which the lanes do not add up to it.
     """
 
     lanes: dict[str, float]
     slept: float
-    wall: float
+    wrong: float
 
 
 class _InStep(bx.Report):
@@ -273,8 +276,14 @@ def _run(lane: str, seconds: float, num_steps: int, folder: Path) -> Found:
             saver.limit_bytes_per_second = _STATE_BYTES / (_PERSIST_STEPS * (seconds + _REST_SECONDS))
         bx.fit(step, step.init(jax.random.key(0)), loader, saver=saver, report=report)
     told, first, last = attribute(report.trace), report.ends[0], report.ends[-1]
-    num = len(told.counted)
-    return Found(told.mean(), injection.slept(first, last) / num, (last - first) / num)
+    num, slept = len(told.counted), injection.slept(first, last)
+    steps = told.steps[_FIRST_STEPS:]
+    in_lanes = sum(sum(step.lanes.values()) for step in steps)
+    wrong = abs(in_lanes / (last - report.ends[_FIRST_STEPS - 1]) - 1)
+    if has_saves:
+        return Found(told.mean(), sum(slept) / num, wrong)
+    lanes = {one: statistics.median(step.lanes[one] for step in told.counted) for one in LANES}
+    return Found(lanes, statistics.median(slept or [0.0]), wrong)
 
 
 @dataclass(frozen=True)
@@ -292,7 +301,7 @@ def _compared(lane: str, without: Found, injected: Found) -> Compared:
     more = {one: injected.lanes[one] - without.lanes[one] for one in LANES}
     slept = injected.slept
     elsewhere = max(abs(seconds) for one, seconds in more.items() if one != lane)
-    wrong = max(abs(sum(one.lanes.values()) / one.wall - 1) for one in (without, injected))
+    wrong = max(without.wrong, injected.wrong)
     return Compared(more[lane] / slept, elsewhere * INJECTED_SECONDS / slept, wrong)
 
 

@@ -56,6 +56,7 @@ def test_ctrl_c_saves_and_the_next_run_goes_on_to_the_end(tmp_path: Path) -> Non
     assert (second.returncode, second.stderr) == (0, "")
     assert f"going on after step {reached}" in second.stdout
     assert re.search(r"test accuracy 9\d\.\d\d %  stall \d+\.\d %  [\d,]+ samples/s", second.stdout)
+    assert re.search(r"^step [\d.,]+ ms: (compute|dispatch|data wait) \d+ %", second.stdout, re.MULTILINE)
     assert re.search(r"checkpoint  run/checkpoints \(step 33\)", second.stdout)
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps if "loss" in line] == list(range(1, 34))

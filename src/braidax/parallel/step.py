@@ -69,6 +69,7 @@ class Step:
     def _prepare(self, work: Work) -> None:
         """Makes the programs of a step; each is compiled at its first call."""
         self._work, mesh, options = work, self.mesh, self._compiler_options
+        self._in_flight.calls_host = work.calls_host
         self.plan = work.plan
         self._state_specs: State = work.form.initial.out_specs
         self.state_shardings = held = work.form.shardings

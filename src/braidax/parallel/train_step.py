@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from braidax.errors import ArgumentError, BraidaxError, StateError
 from braidax.program import (
     Program,
+    calls_host,
     compile_on,
     difference,
     gradients_kept,
@@ -244,6 +245,7 @@ class TrainStep:
             return TwoJits(traced, mesh, on_mesh, shardings, options, self._out_of_range)
 
         made = made_on(self.mesh)
+        self._in_flight.calls_host |= calls_host(program)
         state_shardings = jax.tree.unflatten(jax.tree.structure(state), made.state_shardings)
         return _Form(made.plan, state_shardings, batch_shardings, made, jax.tree.structure(program.out_specs), made_on)
 

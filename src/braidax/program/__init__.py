@@ -124,6 +124,7 @@ from .terms import terms_between as terms_between
 from .terms import terms_of as terms_of
 from .trace import Program as Program
 from .trace import call_watched as call_watched
+from .trace import calls_host as calls_host
 from .trace import spec_of as spec_of
 from .trace import specs_of as specs_of
 from .trace import trace as trace

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import AbstractMesh
 
 from braidax.errors import ArgumentError, StateError
@@ -97,3 +97,18 @@ def call_watched(
                     f"changed batch a name of its own"
                 )
     return result
+
+
+def calls_host(program: Program) -> bool:
+    """Returns whether a program calls functions on the host; JAX then computes it on CPUs while it is called."""
+    return _calls_host(program.closed.jaxpr)
+
+
+def _calls_host(jaxpr: Jaxpr) -> bool:
+    return any(
+        equation.primitive.name in _HOST_CALLS or any(map(_calls_host, jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )
+
+
+_HOST_CALLS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})

@@ -8,16 +8,17 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-_LEAVES_EACH = 2
+_OF_ANY_STATE = 2
 
 
 @final
 class Ends:
     """Takes from states, at once, a number that is there when the step is done that made them.
 
-    It is taken from the largest parameters of each group of devices, on one device of the group: a leaf that no
-    optimizer moves may be there earlier. That is dispatched behind the step and before the next one can take the
-    memory over, and costs some microseconds. What is not on devices of this process is left out.
+    It is taken from the largest of the `params` of each group of devices, on one device of the group; from the two
+    largest arrays of a state that has none, of which one may be what no step moves, and there earlier. That is
+    dispatched behind the step and before the next one can take the memory over, and costs some microseconds. What is
+    not on devices of this process is left out.
     """
 
     def __init__(self) -> None:
@@ -26,13 +27,14 @@ class Ends:
 
     def of(self, state: Any) -> tuple[jax.Array, ...]:
         """Returns the numbers of a state, none where it has no arrays."""
-        leaves, structure = jax.tree.flatten(getattr(state, "params", state))
+        has_params = hasattr(state, "params")
+        leaves, structure = jax.tree.flatten(state.params if has_params else state)
         if self._structure is None or structure != self._structure:
-            self._structure, self._chosen = structure, _chosen(leaves)
+            self._structure, self._chosen = structure, _chosen(leaves, 1 if has_params else _OF_ANY_STATE)
         return tuple(_taking()(leaves[at].addressable_data(0)) for at in self._chosen)
 
 
-def _chosen(leaves: list[Any]) -> list[int]:
+def _chosen(leaves: list[Any], each: int) -> list[int]:
     """Returns the places of the largest leaves of each group of devices."""
     groups: dict[frozenset[Any], list[int]] = {}
     for at, leaf in enumerate(leaves):
@@ -40,7 +42,7 @@ def _chosen(leaves: list[Any]) -> list[int]:
         if is_array and leaf.size and leaf.sharding.addressable_devices:
             groups.setdefault(frozenset(leaf.sharding.device_set), []).append(at)
     by_size = (sorted(group, key=lambda at: -math.prod(leaves[at].shape)) for group in groups.values())
-    return [at for group in by_size for at in group[:_LEAVES_EACH]]
+    return [at for group in by_size for at in group[:each]]
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
+from braidax.spans import Trace
 from tests.parallel.models import copied, make_mesh, specs
 from tests.parallel.test_hybrid import LOSSES, OPTIMIZERS, make_batch
 from tests.parallel.test_hybrid import init as sampled_init
@@ -112,3 +113,14 @@ def test_ids_that_are_drawn_for_a_step_are_pulled_ahead_for_it(gangs: dict[int, 
     for other in ends[1:]:
         for one, two in zip(jax.tree.leaves(other), jax.tree.leaves(ends[0]), strict=True):
             np.testing.assert_array_equal(one, two)
+
+
+def test_waits_for_servers_are_spans_of_the_thread_that_waits(gangs: dict[int, LocalGang]) -> None:
+    trace = Trace()
+    with trace.active():
+        trained(optax.sgd(0.1), gangs[2], zipf_batches(3), ahead=0)
+        names = {one.name for one in trace.spans if one.lane == "comm"}
+        trained(optax.sgd(0.1), gangs[2], zipf_batches(3), ahead=1)
+    assert names == {"ask servers", "ask all servers", "wait for pushes"}
+    assert {one.name for one in trace.spans if one.lane == "comm"} == {*names, "wait for rows"}
+    assert {one.thread for one in trace.spans if one.lane == "comm"} == {"MainThread"}

@@ -52,7 +52,7 @@ class Run:
         return self
 
     def step(self, number: int, one: Step) -> None:
-        first = self.timed("loop", "data wait", one.data)
+        self.timed("loop", "data wait", one.data)
         begun = self.now
         self.now += one.python * MS
         self.timed("comm", "ask servers", one.comm)
@@ -63,7 +63,7 @@ class Run:
             self.timed("loop", "snapshot stall", one.stall)
         self.add("loop", "dispatch", begun, self.now)
         self.timed("devices", "apply", one.apply, "devices")
-        self.add("step", f"step {number}", first, self.now, "devices")
+        self.add("step", f"step {number}", begun, self.now, "devices")
         self.now += one.rest * MS
         if one.evaluation:
             self.timed("loop", "evaluation", one.evaluation)

@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh
@@ -17,14 +16,12 @@ with several devices all of them come to wait in a collective, until XLA ends th
 programs; the other half is left to programs of the user's.
 """
 
-_DISPATCH_SECONDS = 1e-3  # no call of a program takes longer, but for one that returns when it is computed
-
 
 class InFlight:
     """Waits, on CPU devices, for the call before the last `MAX_IN_FLIGHT`; on others never.
 
-    A program that calls the host back is computed on CPU devices while it is called. Of such a call the trace that is
-    active has a span, without which its time would seem to be that of dispatch.
+    Where `calls_host` is set, programs are computed on CPU devices while they are called. Of such a call the trace that
+    is active has a span, without which its time would seem to be that of dispatch.
 
     **Arguments:** `mesh`: where the calls run.
     """
@@ -33,6 +30,7 @@ class InFlight:
         self._bounded = any(device.platform == "cpu" for device in mesh.devices.flat)
         self._coming: deque[jax.Array] = deque()
         self._begun = 0.0
+        self.calls_host = False
 
     def make_room(self) -> None:
         """Returns when one more call may be dispatched."""
@@ -46,6 +44,5 @@ class InFlight:
         """Takes a small output of a call that has been dispatched; it is kept until the call is done."""
         if self._bounded:
             self._coming.append(output)
-            begun = self._begun + _DISPATCH_SECONDS
-            if begun < time.perf_counter() and cast("Any", output).is_ready():
-                note_since(*OPERATIONS, begun)
+            if self.calls_host:
+                note_since(*OPERATIONS, self._begun)

@@ -20,6 +20,7 @@ from braidax.program import (
     Program,
     Turns,
     batch_dims_of_results,
+    calls_host,
     difference,
     in_full,
     in_turn,
@@ -73,6 +74,7 @@ class Work:
         self._loss, self._optimizer, self._feed = loss, optimizer, feed
         self.mesh, self.plan = mesh, plan
         self.form = StateForm(optimizer, born, mesh, plan, feed)
+        self.calls_host = calls_host(program)
         self._wants_norm, self._loss_spec = GRAD_NORM in metrics, program.out_specs[0]
         if self._wants_norm and GRAD_NORM in program.out_specs[1][0]:
             raise ArgumentError(

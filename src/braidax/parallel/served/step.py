@@ -67,6 +67,7 @@ class ServedStep:
         self._reading, self._state_specs = programs.reading, work.form.initial.out_specs
         self.state_shardings, self._whole = work.form.shardings, programs.whole
         self._in_flight = InFlight(self.mesh)
+        self._in_flight.calls_host = work.calls_host
         self._lags: Counter[int] = Counter()
         self._last: weakref.ref[jax.Array] | None = None  # the step of the state that belongs to what servers have
         self._num_updates, self._key = -1, None  # before there are any tables

@@ -72,6 +72,7 @@ class WorkerStep:
         self._form, self._batch_specs, self._strategy = work.form, batch, strategy
         self._programs = WorkerPrograms(work, batch_shardings, compiler_options)
         self._in_flight = InFlight(self.mesh)
+        self._in_flight.calls_host = work.calls_host
         self._lags: Counter[int] = Counter()
         self._num_updates = -1  # before there is a state
         self._last: weakref.ref[jax.Array] | None = None  # the step of the last one

@@ -2,6 +2,7 @@
 
 import statistics
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,9 +31,9 @@ def attribute(traces: Trace | Iterable[Trace], *, alone: Attribution | None = No
     wait while one has no program to run: an instant in which any has none is in its lane.
 
     *Estimated.* While all have programs to run, the instants are `compute`, less three parts whose seconds are known
-    and whose instants are not. `persist interference`: steps beside a checkpoint's copy or writing, against the
-    median of those without: the median over steps of (longer by) ÷ (seconds beside), by the latter's weight, times the
-    latter; never negative, never more than the seconds beside; 0 with less than 3 undisturbed steps. `bubble`: where
+    and whose instants are not. `persist interference`: by how much the mean step beside a checkpoint's
+    copy or writing is longer than the mean one without, divided among the former by their seconds beside; never
+    negative, never more than these; 0 with less than 3 undisturbed steps. `bubble`: where
     stages were measured (one update of a hundred), the share of the time from the first to the last operation in which
     devices computed nothing, times the time of the gradients. `exposed communication` inside of compiled programs: with
     `alone`, by how much longer the median `compute` is than there; without, it stays in `compute`.
@@ -84,39 +85,39 @@ class _Window:
 
 
 def _windows(processes: Sequence[Recorded]) -> list[_Window]:
-    """Returns the steps that all processes have, the latest of each number where a session did one again."""
-    rows = list(_of_all([process.steps for process in processes]))
+    """Returns the steps that all processes have."""
     begins = sorted(begin for process in processes for begin in process.begins)
-    between = union(one for process in processes for one in process.evaluations)
+    evaluated = sorted(end for process in processes for _, end in process.evaluations)
     found: list[_Window] = []
     before: float | None = None
-    for number, ends in rows:
+    for steps in _of_all([process.steps for process in processes]):
+        ends, started = tuple(step.end for step in steps), min(step.start for step in steps)
         end = max(ends)
         begun = bisect_right(begins, end) - 1
-        begin = begins[begun] if begun >= 0 else None
-        compiles = before is None or (begin is not None and begin >= before)
-        start = before if before is not None else (begin if begin is not None else end)
-        if begin is not None and start < begin:
-            start = begin
-        start = max([start, *(until for _, until in between if until < end)])
-        found.append(_Window(number, min(start, end), ends, compiles))
+        begin = begins[begun] if begun >= 0 else started
+        compiles = before is None or (begun >= 0 and begin >= before)
+        # An evaluation is behind a step that devices may still be at; it is over before the next one has its batch.
+        start = begin if before is None else max(before, begin)
+        if over := bisect_right(evaluated, started):
+            start = max(start, evaluated[over - 1])
+        found.append(_Window(steps[0].number, min(start, end), ends, compiles))
         before = end
     return found
 
 
-def _of_all(steps: Sequence[Sequence[Ended]]) -> Iterable[tuple[int, tuple[float, ...]]]:
-    """Yields the steps that all processes have ended, in order: the n-th time that one of that number did."""
-    seen: list[dict[tuple[int, int], float]] = []
+def _of_all(steps: Sequence[Sequence[Ended]]) -> list[tuple[Ended, ...]]:
+    """Returns the steps that all processes have ended, in order: the n-th time from the last that each was done."""
+    seen: list[dict[tuple[int, int], Ended]] = []
     for each in steps:
-        times: dict[int, int] = {}
-        ends: dict[tuple[int, int], float] = {}
-        for number, end in reversed(each):  # the latest ones are those that all have kept
-            times[number] = times.get(number, 0) + 1
-            ends[number, times[number]] = end
+        times: Counter[int] = Counter()
+        ends: dict[tuple[int, int], Ended] = {}
+        for one in reversed(each):  # the latest ones are those that all have kept
+            times[one.number] += 1
+            ends[one.number, times[one.number]] = one
         seen.append(ends)
     shared = set(seen[0]).intersection(*seen[1:])
-    rows = [(key[0], tuple(ends[key] for ends in seen)) for key in shared]
-    return sorted(rows, key=lambda row: max(row[1]))
+    rows = [tuple(ends[key] for ends in seen) for key in shared]
+    return sorted(rows, key=lambda row: (max(one.end for one in row), row))
 
 
 def _measured(window: _Window, processes: Sequence[Recorded]) -> Measured:

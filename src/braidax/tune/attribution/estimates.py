@@ -1,6 +1,6 @@
 """What cannot be seen of a step and is estimated: how much a checkpoint slows it, and the bubbles of stages."""
 
-import statistics
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,20 +38,10 @@ def interference_of(steps: Sequence[Measured]) -> list[float]:
     beside = [step for step in counted if step.beside_seconds > _UNDISTURBED * step.busy_seconds]
     if len(quiet) < _LEAST_UNDISTURBED or not beside:
         return [0.0] * len(steps)
-    alone = statistics.median(quiet)
-    rates = sorted(((step.busy_seconds - alone) / step.beside_seconds, step.beside_seconds) for step in beside)
-    rate = min(1.0, max(0.0, _weighted_median(rates)))
+    alone = math.fsum(quiet) / len(quiet)
+    longer = math.fsum(step.busy_seconds - alone for step in beside)
+    rate = min(1.0, max(0.0, longer / math.fsum(step.beside_seconds for step in beside)))
     return [0.0 if step.compiles else rate * step.beside_seconds for step in steps]
-
-
-def _weighted_median(pairs: Sequence[tuple[float, float]]) -> float:
-    """Returns the value at which half of the weight is reached. **Arguments:** `pairs`: values in order, weights."""
-    half, reached = sum(weight for _, weight in pairs) / 2, 0.0
-    for value, weight in pairs:
-        reached += weight
-        if reached >= half:
-            return value
-    raise AssertionError("there is some weight")
 
 
 def bubbles_of(steps: Sequence[Measured], processes: Sequence[Recorded]) -> list[float]:

@@ -1,5 +1,6 @@
 """Sets of instants: disjoint intervals of seconds in order, and what is in one set and not in another."""
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
@@ -21,8 +22,9 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def within(intervals: Intervals, start: float, end: float) -> list[Interval]:
     """Returns what lies between two instants."""
-    first = bisect_right(intervals, start, key=lambda one: one[1])
-    last = bisect_left(intervals, end, key=lambda one: one[0])
+    first, last = bisect_right(intervals, (start, math.inf)), bisect_left(intervals, (end, -math.inf))
+    if first and intervals[first - 1][1] > start:
+        first -= 1
     return [(max(start, one[0]), min(end, one[1])) for one in intervals[first:last]]
 
 

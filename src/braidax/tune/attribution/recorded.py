@@ -15,9 +15,11 @@ _PIPELINE, _STAGE = "stages", "stage "
 
 
 class Ended(NamedTuple):
-    """A step of a process. **Fields:** `number`; `end`: when its last program was done on the devices."""
+    """A step of a process. **Fields:** `number`; `start`: its batch was there, and the step before was over; `end`: its
+    last program was done on the devices."""
 
     number: int
+    start: float
     end: float
 
 
@@ -65,7 +67,7 @@ def _recorded(spans: list[Span]) -> Recorded:
     for span in spans:
         interval = span.start, span.end
         if span.lane == "step" and span.name.removeprefix(_STEP).isdecimal():
-            steps.append(Ended(int(span.name.removeprefix(_STEP)), span.end))
+            steps.append(Ended(int(span.name.removeprefix(_STEP)), span.start, span.end))
         elif span.lane == LOOP and span.name == "begin":
             begins.append(span.start)
         elif span.lane == LOOP and span.name == "operations":
