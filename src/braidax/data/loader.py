@@ -28,7 +28,7 @@ from braidax.data.sharding.load_plan import plan_load
 from braidax.data.sharding.load_sharding import device_grid
 from braidax.data.sharding.masks import MASK, Mask, split_mask
 from braidax.data.sharding.specs import completed, shared_batch_parts
-from braidax.data.source import Sliced, Source, batch_spec, source_at
+from braidax.data.source import Sliced, Source, batch_spec, source_at, told_rows
 from braidax.errors import ArgumentError, BraidaxError, WaitTimeout
 from braidax.spans import LaneTotal, Trace
 
@@ -299,6 +299,7 @@ class DataLoader:
         leaves = self._plan.leaves
         found = {
             "the number of samples": f"{self.num_samples:,}",
+            "which samples were chosen": told_rows(self.source),
             "the samples": ", ".join(f"{leaf.path} {leaf.dtype}{list(leaf.sample_shape)}" for leaf in leaves),
             "batch_size=": str(self.batch_size),
             "remainder=": remainder,

@@ -14,9 +14,10 @@ from braidax.data.formats.arrays.arrays import from_arrays
 from braidax.data.formats.arrays.cifar import is_cifar_file
 from braidax.data.formats.arrays.indexable import IndexableSource
 from braidax.data.formats.image_folder import IMAGE_SUFFIXES
+from braidax.data.formats.readable import ReadableSource
 from braidax.data.formats.records.fields import Columns
 from braidax.data.registry import FILES, FOLDERS, Format, Look, kind_of
-from braidax.data.source import Source, is_varying, listed
+from braidax.data.source import Readable, Source, is_varying, listed
 from braidax.data.storage import Files, Ranges, Remote, open_files
 from braidax.data.storage.inflate import compression_of, inflated_head
 from braidax.data.transforms.images.decode import Decode
@@ -214,6 +215,8 @@ def _check_options(known: Format, options: Mapping[str, Any], what: Any) -> None
 def _wrap(given: Any) -> Source:
     if isinstance(given, Source):
         return given
+    if isinstance(given, Readable):
+        return ReadableSource(given)
     if isinstance(given, np.ndarray | jax.Array):
         return from_arrays({"data": given})
     if isinstance(given, Mapping):
