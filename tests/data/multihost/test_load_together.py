@@ -279,6 +279,11 @@ def filtered(comm: Any, first: int) -> list[int]:
             for shard in batch["id"].addressable_shards:
                 np.testing.assert_array_equal(shard.data, expected[shard.index])
             found += expected.tolist()
+        loader.cursor = Cursor(2, 1, 0)
+        again = [to_numpy(train[indices])["id"] for indices in loader.peek(loader.batches_per_epoch)]
+        for expected, batch in zip(again, loader.epoch(1), strict=True):
+            for shard in batch["id"].addressable_shards:
+                np.testing.assert_array_equal(shard.data, expected[shard.index])
     return found
 
 
