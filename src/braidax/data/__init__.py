@@ -7,6 +7,10 @@ from braidax.data.knobs import Knobs as Knobs
 from braidax.data.knobs import Stats as Stats
 from braidax.data.loader import DataLoader as DataLoader
 from braidax.data.open import open as open
+from braidax.data.open_formats import open_csv as open_csv
+from braidax.data.open_formats import open_images as open_images
+from braidax.data.open_formats import open_table as open_table
+from braidax.data.open_formats import open_tokens as open_tokens
 from braidax.data.prefetch import prefetch_to_device as prefetch_to_device
 from braidax.data.sampling.draws import Draws as Draws
 from braidax.data.sampling.order import Cursor as Cursor

@@ -63,7 +63,7 @@ def npz_deflated(path: Path) -> Source:
 
 def tokens(path: Path) -> Source:
     files.rng().integers(0, 50257, 100, dtype=np.uint16).tofile(path / "a.bin")
-    return sources.open(path / "a.bin", sequence_length=9)
+    return sources.open_tokens(path / "a.bin", "uint16", sequence_length=9)
 
 
 def cifar10_archive(path: Path) -> Source:
@@ -192,7 +192,7 @@ def npy_files(path: Path) -> Source:
 def token_files(path: Path) -> Source:
     for number in range(2):
         files.rng(number).integers(0, 50257, 50 + number, dtype=np.uint16).tofile(path / f"{number}.bin")
-    return sources.open(str(path / "*.bin"), sequence_length=9)
+    return sources.open(str(path / "*.bin"), sequence_length=9, dtype="uint16")
 
 
 def webdataset(path: Path) -> Source:
