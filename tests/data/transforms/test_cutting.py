@@ -7,7 +7,6 @@ from typing import Any, cast
 import jax
 import numpy as np
 import pytest
-import torch
 from jax.sharding import PartitionSpec as P
 
 import braidax.data as data
@@ -431,17 +430,3 @@ def test_stamps_tell_what_was_cut() -> None:
 def test_cuts_go_to_other_processes() -> None:
     source = data.select(data.concat([data.split(Numbers(10), 0.5)[0], data.filter(Numbers(6), is_even)]), "id")
     assert ids(pickle.loads(pickle.dumps(source))) == ids(source)
-
-
-# Elsewhere
-
-
-def test_torch_takes_a_source() -> None:
-    windows: list[int] = []
-    source = Numbers(40, before=lambda indices: windows.append(len(indices)))[8:]
-    batches = list(torch.utils.data.DataLoader(cast(Any, source), batch_size=8, shuffle=True))
-    assert sorted(number for batch in batches for number in batch["id"].tolist()) == list(range(8, 40))
-    assert batches[0]["x"].shape == (8, 6)
-    assert windows == [8, 8, 8, 8]
-    sampled = torch.utils.data.Subset(cast(Any, source), [3, 1])
-    assert [int(sampled[place]["id"]) for place in range(2)] == [11, 9]
