@@ -407,6 +407,37 @@ def test_what_is_announced_reaches_the_source() -> None:
     assert source.prepared == [10, 2]
 
 
+class Announced(CountingSliced):
+    """A source of two leaves that can be cut along so many dims, and takes note of what parts it is told of."""
+
+    def __init__(self, num_dims: tuple[int, int]) -> None:
+        leaf = jax.ShapeDtypeStruct((4, 3), np.dtype(np.int16))
+        super().__init__({"leaf0": leaf, "leaf1": leaf}, 10)
+        self.num_dims = num_dims
+        self.announced: list[Any] = []
+
+    @property
+    def cut_dims(self) -> tuple[int, int]:
+        return self.num_dims
+
+    def prepare_slices(self, indices: np.ndarray, boxes: Any) -> None:
+        self.announced.append((indices.tolist(), list(boxes)))
+
+
+def test_parts_that_are_announced_reach_the_source() -> None:
+    source = Announced((2, 2))
+    prepare(data.select(source[4:], "leaf1"), np.array([3, 0]))
+    prepare(data.concat([data.select(source, "leaf0")]), np.array([1]))
+    whole = ((0, 4), (0, 3))
+    assert source.announced == [([7, 4], [None, whole]), ([1], [whole, None])]
+
+
+def test_sources_in_one_are_cut_as_far_as_all_can_be() -> None:
+    joined = data.concat([Announced((2, 1)), Announced((1, 0))])
+    assert isinstance(joined, Sliced)
+    assert list(joined.cut_dims) == [1, 0]
+
+
 def test_stamps_tell_what_was_cut() -> None:
     source = Varying({"text": ["a", "b", "c"]}, stamp="files")
     stamps = {
