@@ -8,10 +8,10 @@ import pytest
 BUDGET_SECONDS: dict[str, int] = {
     "checkpoint": 64,
     "cli": 50,
-    "comm": 150,
+    "comm": 134,
     "connections": 8,
-    "data": 115,
-    "frame": 135,
+    "data": 103,
+    "frame": 123,
     "gang": 91,
     "harness": 9,
     "laws": 57,
@@ -19,6 +19,7 @@ BUDGET_SECONDS: dict[str, int] = {
     "program": 42,
     "tasks": 42,
     "torch": 12,
+    "tune": 40,
     "tests": 24,
 }
 """Of all tests of a folder, one after the other, on a quiet machine; `tests` are the files that lie in no folder."""

@@ -12,11 +12,10 @@ import numpy as np
 import optax
 import pytest
 
-from braidax import loop
 from braidax.checkpoint import Checkpointer, Every
 from braidax.data import Cursor, DataLoader
 from braidax.errors import ArgumentError, DataError
-from braidax.loop import evaluate, fit
+from braidax.loop import evaluate, fit, fitting
 from braidax.parallel import DataParallel, FullySharded, Hybrid, Plan, Rows, Step, parallelize
 from braidax.report import Report
 from braidax.spans import Trace
@@ -156,7 +155,7 @@ def test_what_is_left_of_an_epoch_is_counted_in_whole_batches(remainder: Any, nu
     step = make_step(optax.sgd(0.01), SAMPLES, 8)
     loader = make_loader(step, epochs=2, remainder=remainder)
     loader.cursor = Cursor(0, 0, 4)  # left by batches of 4: 40 samples
-    length, first_step = loop._length(loader, step.init(jax.random.key(0)), None)
+    length, first_step = fitting._length(loader, step.init(jax.random.key(0)), None)
     assert (length.num_steps, first_step) == (num_steps, 0)
 
 

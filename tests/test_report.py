@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from braidax.errors import ArgumentError, MissingExtra
 from braidax.report import Report, RunLength
+from braidax.report.ends import Ends
 from braidax.spans import Trace
 
 LENGTH = RunLength(num_steps=4, epochs=2, batch_size=10)  # of 2 steps each
@@ -82,16 +84,84 @@ def steps(report: Report, *metrics: Any, first_step: int = 0) -> None:
 
 
 def test_stall_is_the_time_in_which_the_devices_had_nothing_to_do(clock: Clock) -> None:
-    report = Report(show="nothing", trace=Trace(max_spans=10))
+    report = Report(show="nothing", trace=Trace())
     three_steps(report, clock)
     assert (report.pace.stall_seconds, report.pace.step_seconds, report.pace.num_samples) == (2.0, 5.0, 20)
     assert report.pace.stall_percent == pytest.approx(200 / 7)
     assert report.pace.samples_per_second == pytest.approx(20 / 7)
-    assert [(span.name, span.start, span.seconds) for span in report.trace.spans] == [
+    steps = [span for span in report.trace.spans if span.lane == "step"]
+    assert [(span.name, span.start, span.seconds) for span in steps] == [
         ("step 1", 1.0, 2.0),
         ("step 2", 5.0, 4.0),
         ("step 3", 9.0, 1.0),
     ]
+
+
+def told_steps(report: Report, clock: Clock, monkeypatch: pytest.MonkeyPatch, *, before_apply: bool) -> None:
+    """Two steps of a loop that tells all; their updates end 2 s behind their gradients, the second's 3 s."""
+    ends = [Metric(0.0, clock, 9.0), Metric(0.0, clock, 23.0)]
+    monkeypatch.setattr("braidax.report.ends.Ends.of", lambda self, state: (ends[state],))
+    metrics = [Metric(4.0, clock, 7.0), Metric(2.0, clock, 20.0)]
+    with report.following(LENGTH, 0):
+        for number, start in enumerate((0.0, 10.0)):
+            clock.set(start)
+            with report.waiting():
+                clock.set(start + 1)
+            with report.updating((lambda at=start: clock.set(at + 4)) if before_apply else None) as dispatched:
+                clock.set(start + 2)
+                dispatched()
+                clock.set(start + 5)
+            report.update({"loss": metrics[number]}, epoch=0, state=number)
+            with report.saving():
+                clock.set(start + 6)
+            with report.evaluating():
+                clock.set(start + 7)
+            for one in (metrics[number], ends[number]):
+                one.gate.set()
+
+
+@pytest.mark.parametrize("before_apply", [True, False])
+def test_the_trace_has_what_loop_and_devices_did(
+    before_apply: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = Report(show="nothing", trace=Trace())
+    told_steps(report, clock, monkeypatch, before_apply=before_apply)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for span in sorted(report.trace.spans, key=lambda span: span.start):
+        found.setdefault(f"{span.lane} {span.name}", []).append((span.start, span.end))
+    saving = [(5.0, 6.0), (15.0, 16.0)]
+    assert found == {
+        "loop begin": [(0.0, 0.0)],
+        "loop data wait": [(0.0, 1.0), (10.0, 11.0)],
+        "loop dispatch": [(1.0, 5.0), (11.0, 15.0)],
+        "loop snapshot stall": sorted(saving + [(2.0, 4.0), (12.0, 14.0)] * before_apply),
+        "loop evaluation": [(6.0, 7.0), (16.0, 17.0)],
+        "devices gradients": [(2.0, 7.0), (12.0, 20.0)],
+        "devices apply": [(7.0, 9.0), (20.0, 23.0)],
+        "step step 1": [(1.0, 9.0)],
+        "step step 2": [(11.0, 23.0)],
+    }
+    assert report.pace.stall_seconds == 1.0  # devices had nothing from 9 to 11, and the loop waited from 10 on
+
+
+def test_the_end_of_a_step_is_known_though_its_state_is_given_away() -> None:
+    donating = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
+    mesh = jax.make_mesh((8,), ("data",))
+    split = jax.device_put(jnp.zeros((8, 1024)), jax.NamedSharding(mesh, jax.P("data")))
+    state: Any = {"large": split, "small": jnp.zeros(3), "none": jnp.zeros((0, 4)), "least": jnp.zeros(())}
+    key = jax.random.key(0)
+    places = set[int]()
+    ends = Ends()
+    for number in range(1, 30):
+        state = donating(state)
+        taken = ends.of({**state, "key": key, "words": "no array"})
+        places.add(state["large"].addressable_data(0).unsafe_buffer_pointer())
+        last = state
+        state = donating(state)
+        assert last["large"].is_deleted()
+        assert sorted(float(one[0]) for one in taken) == [2.0 * number - 1] * 2
+    assert len(places) == 1  # nothing was copied: the memory is taken over all the time
+    assert ends.of({}) == ()
 
 
 def test_plain_lines_say_what_happened(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from braidax import checkpoint, comm, data, errors, frame, gang, parallel
+    from braidax import checkpoint, comm, data, errors, frame, gang, parallel, tune
     from braidax.checkpoint import Adaptive, Checkpointer, Every, Preemption
     from braidax.data import DataLoader, mix, open, prefetch_to_device
     from braidax.errors import BraidaxError
@@ -59,12 +59,13 @@ __all__ = [
     "parallel",
     "parallelize",
     "prefetch_to_device",
+    "tune",
     "value_and_grad",
 ]
 
 # Where the names come from, imported at their first use: whoever needs only `braidax.comm` does not wait for JAX.
 _HOMES = {
-    "braidax": ("checkpoint", "comm", "data", "errors", "frame", "gang", "parallel"),
+    "braidax": ("checkpoint", "comm", "data", "errors", "frame", "gang", "parallel", "tune"),
     "braidax.checkpoint": ("Adaptive", "Checkpointer", "Every", "Preemption"),
     "braidax.data": ("DataLoader", "mix", "open", "prefetch_to_device"),
     "braidax.errors": ("BraidaxError",),

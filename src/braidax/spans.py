@@ -1,8 +1,8 @@
 """Spans: seconds and bytes on a lane, and the trace that collects them.
 
 The engines record what they do as spans on the lanes `read`, `decode`, `host-to-device`, `wait`, `step`, `checkpoint`
-and `comm`. A span goes to the trace that is active on the current thread; without one it costs a context-variable
-look-up and nothing else.
+and `comm`; a report, what the loop and its devices do, on `loop` and `devices`. A span goes to the trace that is active
+on the current thread; without one it costs a context-variable look-up and nothing else.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,20 @@ from typing import Any, NamedTuple, final
 
 from braidax.errors import ArgumentError
 
+OPERATIONS = ("loop", "operations")
+"""Lane and name of a span in which the loop's thread is in `update`, and devices compute already: operations of stages
+are dispatched, or a program is computed while it is called."""
+
 _MAX_SPANS = 20_000  # about 5 MB
 _MAX_NOTES = 256  # which are counted at once: a lock and a total take as long as all else of a note
-_Plain = tuple[str, str, str, float, float, int]  # a span; making a `Span` takes longer than noting one
+_Plain = tuple[str, str, str, float, float, int, str]  # a span; making a `Span` takes longer than noting one
 
 
 class Span(NamedTuple):
-    """One piece of work: `lane`, `name`, thread, `start` and `seconds` (`time.perf_counter` seconds), `num_bytes`."""
+    """One piece of work: `lane`, `name`, thread, `start` and `seconds` (`time.perf_counter` seconds), `num_bytes`.
+
+    `process` is empty for this process; for others it says which one, such as `"rank 1 · host-b"`.
+    """
 
     lane: str
     name: str
@@ -32,6 +39,12 @@ class Span(NamedTuple):
     start: float
     seconds: float
     num_bytes: int
+    process: str = ""
+
+    @property
+    def end(self) -> float:
+        """When it was over."""
+        return self.start + self.seconds
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,10 @@ class LaneTotal:
     num_spans: int = 0
     seconds: float = 0.0
     num_bytes: int = 0
+
+
+Told = tuple[Sequence[Span], Mapping[str, LaneTotal]]
+"""Spans, and what they add up to by lane."""
 
 
 class _Total:
@@ -82,10 +99,24 @@ class Trace:
         except AttributeError:
             thread = self._of_thread.name = threading.current_thread().name
         notes = self._notes
-        notes.append((lane, name, thread, start, time.perf_counter() - start, num_bytes))
+        notes.append((lane, name, thread, start, time.perf_counter() - start, num_bytes, ""))
         if len(notes) >= _MAX_NOTES:
             with self._lock:
                 self._take_notes()
+
+    def take(self, spans: Sequence[Span], totals: Mapping[str, LaneTotal]) -> None:
+        """Takes over what another process has recorded, by a clock that is this one's.
+
+        **Arguments:** `spans`: with their `process`. `totals`: of each lane.
+        """
+        with self._lock:
+            self._take_notes()
+            self._spans.extend(spans)
+            for lane, more in totals.items():
+                total = self._totals[lane]
+                total.num_spans += more.num_spans
+                total.seconds += more.seconds
+                total.num_bytes += more.num_bytes
 
     def totals(self) -> dict[str, LaneTotal]:
         """Returns the total of every lane that has recorded anything."""
@@ -110,7 +141,7 @@ class Trace:
         taken = [notes.popleft() for _ in range(len(notes))]
         self._spans.extend(taken)
         totals = self._totals
-        for lane, _, _, _, seconds, num_bytes in taken:
+        for lane, _, _, _, seconds, num_bytes, _ in taken:
             total = totals[lane]
             total.num_spans += 1
             total.seconds += seconds
@@ -141,7 +172,9 @@ class Trace:
         return _Timed(self, lane, name, num_bytes)
 
     def save(self, path: str | Path) -> None:
-        """Writes the kept spans as Chrome trace events, which ui.perfetto.dev opens: a track per lane and thread.
+        """Writes the kept spans as Chrome trace events, which ui.perfetto.dev opens.
+
+        Each process has a group of tracks, and in it one per lane and thread.
 
         **Raises:** `ArgumentError` when there are none, and nothing is written.
         """
@@ -154,31 +187,39 @@ class Trace:
                 "that it was given to"
             )
             raise ArgumentError(f"path={str(path)!r}: this trace has no spans to write: {why}")
-        events: list[dict[str, Any]] = []
-        tracks: dict[tuple[str, str], int] = {}
-        origin = min(span.start for span in spans)
-        for span in sorted(spans, key=lambda span: (_lane_rank(span.lane), span.lane, span.thread, span.start)):
-            track = tracks.setdefault((span.lane, span.thread), len(tracks) + 1)
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": 1,
-                    "tid": track,
-                    "cat": span.lane,
-                    "name": span.name,
-                    "ts": (span.start - origin) * 1e6,
-                    "dur": span.seconds * 1e6,
-                    "args": {"bytes": span.num_bytes},
-                }
-            )
-        names: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "braidax"}}]
-        for (lane, thread), track in tracks.items():
-            about: dict[str, dict[str, Any]] = {
-                "thread_name": {"name": f"{lane} · {thread}"},
-                "thread_sort_index": {"sort_index": track},
+        Path(path).write_text(json.dumps({"traceEvents": _events(spans), "displayTimeUnit": "ms"}))
+
+
+def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    processes: dict[str, int] = {name: at for at, name in enumerate(sorted({span.process for span in spans}), 1)}
+    tracks: dict[tuple[str, str, str], int] = {}
+    origin = min(span.start for span in spans)
+    for span in sorted(spans, key=lambda one: (one.process, _lane_rank(one.lane), one.lane, one.thread, one.start)):
+        track = tracks.setdefault((span.process, span.lane, span.thread), len(tracks) + 1)
+        events.append(
+            {
+                "ph": "X",
+                "pid": processes[span.process],
+                "tid": track,
+                "cat": span.lane,
+                "name": span.name,
+                "ts": (span.start - origin) * 1e6,
+                "dur": span.seconds * 1e6,
+                "args": {"bytes": span.num_bytes},
             }
-            names += [{"ph": "M", "pid": 1, "tid": track, "name": name, "args": args} for name, args in about.items()]
-        Path(path).write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
+        )
+    names: list[dict[str, Any]] = []
+    for process, number in processes.items():
+        names.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": process or "braidax"}})
+    for (process, lane, thread), track in tracks.items():
+        about: dict[str, dict[str, Any]] = {
+            "thread_name": {"name": f"{lane} · {thread}"},
+            "thread_sort_index": {"sort_index": track},
+        }
+        pid = processes[process]
+        names += [{"ph": "M", "pid": pid, "tid": track, "name": name, "args": args} for name, args in about.items()]
+    return names + events
 
 
 @final
@@ -222,10 +263,33 @@ def span(lane: str, name: str = "", *, num_bytes: int = 0) -> Generator[None, No
         trace.record(done, inner_seconds=sum(inner))
 
 
+def note_since(lane: str, name: str, start: float) -> None:
+    """Adds what began at `start` (`time.perf_counter`) and ends now to the active trace, if there is one."""
+    trace = _active.get()
+    if trace is not None:
+        trace.note(lane, name, start, 0)
+
+
+def take_told(process: str, told: Told) -> None:
+    """Lets the active trace, if there is one, take what another process of this host, with this clock, has recorded.
+
+    It counts as time inside the span that is open on this thread.
+
+    **Arguments:** `process`: how to call the other one. `told`: its spans, and their totals by lane.
+    """
+    trace, outer = _active.get(), _inner_seconds.get()
+    if trace is None:
+        return
+    spans, totals = told
+    trace.take([each._replace(process=process) for each in spans], totals)
+    if outer is not None:
+        outer.append(sum(total.seconds for total in totals.values()))
+
+
 def _lane_rank(lane: str) -> int:
     return _LANES.index(lane) if lane in _LANES else len(_LANES)
 
 
-_LANES = ("step", "wait", "host-to-device", "read", "decode", "checkpoint", "comm")
+_LANES = ("step", "loop", "devices", "wait", "host-to-device", "read", "decode", "checkpoint", "comm")
 _active: ContextVar[Trace | None] = ContextVar("braidax_active_trace", default=None)
 _inner_seconds: ContextVar[list[float] | None] = ContextVar("braidax_inner_seconds", default=None)

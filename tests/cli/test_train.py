@@ -15,7 +15,9 @@ from jax.sharding import Mesh
 from PIL import Image
 from typer.testing import CliRunner
 
+from braidax.checkpoint import Adaptive, Every
 from braidax.cli import app
+from braidax.cli.train import due_checkpoints
 from braidax.parallel import Link, Machine
 from tests.tasks.archives import write_cifar100, write_mnist
 from tests.tasks.test_dlrm import write_criteo
@@ -62,7 +64,7 @@ def test_ctrl_c_saves_and_the_next_run_goes_on_to_the_end(tmp_path: Path) -> Non
     for trace in ("trace.json", "trace-2.json"):  # one a session
         events = json.loads((tmp_path / trace).read_text())["traceEvents"]
         lanes = [event["cat"] for event in events if event["ph"] == "X"]
-        assert set(lanes) == {"read", "decode", "host-to-device", "wait", "step", "checkpoint"}
+        assert set(lanes) == {"read", "decode", "host-to-device", "wait", "step", "loop", "devices", "checkpoint"}
         trained += lanes.count("step")
     assert trained == 33
 
@@ -95,8 +97,10 @@ def test_other_options_on_a_run_are_said_and_nothing_written_is_lost(tmp_path: P
     assert code == 0, output
     assert "other options" not in output
     metrics, before = tmp_path / "run" / "metrics.jsonl", files(tmp_path / "run")
-    code, output = run(*arguments, "--batch-size", "10", "--epochs", "2")
+    code, output = run(*arguments, "--batch-size", "10", "--epochs", "2", "--tune", "safe")
     assert code == 0, output
+    assert f"tuning      {tmp_path / 'run' / 'tuning.jsonl'}" in output
+    assert (tmp_path / "run" / "tuning.jsonl").read_text() == '{"braidax": "tuning", "version": 1}\n'
     assert (
         f"{tmp_path / 'run'} goes on with other options: --batch-size 10 instead of 4, --epochs 2 instead of 1; "
         "--seed stays 3, the order of samples that was begun with, instead of 0"
@@ -193,6 +197,13 @@ def test_wrong_input_is_named_without_a_traceback(
     assert exit_code == code
     assert message in " ".join(output.split())
     assert "Traceback" not in output
+
+
+def test_checkpoints_are_due_as_what_is_given_first_says() -> None:
+    assert due_checkpoints(None, None, None) == Every(100)
+    assert due_checkpoints(7, None, "safe") == Every(7)
+    assert due_checkpoints(7, 0.2, "safe") == Adaptive(overhead=0.2)
+    assert due_checkpoints(None, None, "safe") == Adaptive(overhead=0.1, max_lost_seconds=60.0)
 
 
 def test_axes_choose_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

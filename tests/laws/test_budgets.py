@@ -15,6 +15,7 @@ MAX_PARAMETERS = 8
 EXCEPTIONS: dict[str, str] = {
     "braidax/comm/progress.py": "one lock, and all that it guards: who moves messages, and how the epoch ends",
     "braidax/comm/rendezvous.py connect": "the face of comm: each option is a question that users ask",
+    "braidax/loop/fitting.py fit": "the face of the loop: each option is a question that users ask",
     "braidax/data/loader.py DataLoader.__init__": "the face of data: each option is a question that users ask",
     "braidax/data/open.py open": "one door for all formats; an option of another format is an error",
     "braidax/parallel/parallelize.py parallelize": "the face of parallel: each option is a question that users ask",

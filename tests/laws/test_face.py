@@ -12,7 +12,7 @@ import pytest
 import braidax
 from tests.laws.tree import SRC
 
-MAX_NAMES = 32
+MAX_NAMES = 36
 
 
 def faults(face: Path) -> list[str]:
@@ -88,7 +88,7 @@ def test_every_name_is_there_and_documented() -> None:
 
 
 def test_faults_of_a_face_are_found(plant: Callable[[dict[str, str]], Path]) -> None:
-    names = [f"name{number:02}" for number in range(33)]
+    names = [f"name{number:02}" for number in range(37)]
     tree = plant(
         {
             "__init__.py": f'''
@@ -105,7 +105,7 @@ def test_faults_of_a_face_are_found(plant: Callable[[dict[str, str]], Path]) -> 
     assert faults(tree / "__init__.py") == [
         "line 3 is no re-export: import jax",
         "__all__ is not sorted",
-        "__all__ has 34 names, more than 32",
+        "__all__ has 38 names, more than 36",
         "__all__ and the names bound differ in ['__version__', 'forgotten', 'missing']",
         "_HOMES and the imports for type checkers differ in ['braidax.x']",
     ]

@@ -103,6 +103,11 @@ class Checkpointer:
         return self._places.skipped
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether a checkpoint is being taken, and is not durable yet."""
+        return self._pending is not None and not self._pending.committed.done()
+
+    @property
     def limit_bytes_per_second(self) -> float | None:
         """How fast each process writes to a folder at most, None for as fast as it can; may be set at any time."""
         return self._limit_bytes_per_second

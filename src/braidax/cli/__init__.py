@@ -42,6 +42,8 @@ _ON_ERROR_HELP = "Skip bad records, 100 at most, and list them in OUT/skipped.js
 _TARGET_HELP = "Compile it for a machine that need not be here, such as h100:8 or v5e:4x4; or for what is here."
 _MEASURE_HELP = "Measure what the devices here compute and send; rotated and fully_sharded axes choose by that."
 _MEMORY_HELP = "GB of a device that variables may take, with --measure."
+_EVERY_HELP = "Steps between checkpoints."
+_TUNE_HELP = "Turn knobs while it trains, for speed or safe; checkpoints are as far apart as that asks for."
 _PRESET_HELP = "How large the model is: full, perhaps small, or tiny."
 
 app = typer.Typer(
@@ -89,8 +91,9 @@ def _train(
     preset: Annotated[str | None, typer.Option(help=_PRESET_HELP)] = None,
     image_size: Annotated[int | None, typer.Option(min=1, help="Of image tasks: height and width in pixels.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the first parameters and of the shuffle.")] = 0,
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
+    checkpoint_every: Annotated[int | None, typer.Option(min=1, help=_EVERY_HELP, show_default="100")] = None,
     overhead: Annotated[float | None, typer.Option(help="Instead: what part of the time they may take.")] = None,
+    tune: Annotated[Literal["speed", "balanced", "safe"] | None, typer.Option(help=_TUNE_HELP)] = None,
     on_error: Annotated[Literal["raise", "skip"], typer.Option(help=_ON_ERROR_HELP)] = "raise",
     trace: Annotated[Path | None, typer.Option(help="Perfetto trace to write.", show_default="OUT/trace.json")] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard event files.")] = None,
@@ -99,10 +102,9 @@ def _train(
     grace_seconds: Annotated[float | None, typer.Option(min=0, help=_GRACE_HELP, show_default="30")] = None,
 ) -> None:
     """Train a ready-made task; run it again to go on after an interruption."""
-    from braidax.checkpoint import Adaptive, Every
     from braidax.cli.run_options import check_folder
     from braidax.cli.tasks import make_task, options_of, skipping_bad
-    from braidax.cli.train import Settings, devices_of, train
+    from braidax.cli.train import Files, Settings, devices_of, due_checkpoints, train
 
     out = Path("runs") / task if out is None else out
     devices = devices_of(mesh, strategy, servers, processes=processes)
@@ -123,14 +125,15 @@ def _train(
             "--seed": seed,
             "--checkpoint-every": checkpoint_every,
             "--overhead": overhead,
+            "--tune": tune,
             "--on-error": on_error,
             "--trace": trace,
             "--tensorboard": tensorboard,
         }
         _train_together(task, options, processes, restarts, grace_seconds)
-    due = Every(checkpoint_every) if overhead is None else Adaptive(overhead=overhead)
-    trace = out / "trace.json" if trace is None else trace
-    settings = Settings(out, trace, tensorboard, devices, epochs, batch_size, seed, checkpoints=due)
+    files = Files(out, out / "trace.json" if trace is None else trace, tensorboard)
+    due = due_checkpoints(checkpoint_every, overhead, tune)
+    settings = Settings(files, devices, epochs, batch_size, seed, checkpoints=due, tune=tune)
     made = skipping_bad(made, out) if on_error == "skip" else made
     train(made, settings, options_of(task, path=data, preset=preset, image_size=image_size))
 

@@ -1,6 +1,7 @@
 """What `braidax train` does: a ready-made task, from files to accuracy."""
 
 import itertools
+import logging
 import math
 import os
 from collections.abc import Callable, Generator, Mapping
@@ -13,13 +14,13 @@ import jax
 import numpy as np
 import typer
 
-from braidax.checkpoint import Checkpointer, Interval
+from braidax.checkpoint import Adaptive, Checkpointer, Every, Interval
 from braidax.cli.machine import describe_mesh, make_mesh, parse_mesh
 from braidax.cli.run_options import Value, compare, keep
 from braidax.cli.strategies import check_axes, check_servers, has_servers, parse_strategies
 from braidax.cli.workers import Seat, num_updates, seat_of
 from braidax.data import DataLoader
-from braidax.errors import ArgumentError
+from braidax.errors import ArgumentError, CommError, WaitTimeout
 from braidax.gang import LocalGang
 from braidax.gang.program import SERVERS
 from braidax.loop import evaluate, fit
@@ -27,9 +28,13 @@ from braidax.parallel import Hybrid, Rows, Step, Strategy, Touched, measure_touc
 from braidax.report import Report
 from braidax.spans import Trace
 from braidax.tasks.task import Task
+from braidax.tune import Priority, Tuner, attribute, gather_traces, limits_of
 
+_log = logging.getLogger("braidax")
 _MAX_SPANS = 200_000
 _COUNTED_BATCHES = 4
+_DIARY = "tuning.jsonl"
+_SHOWN_ENTRIES = 8
 
 
 @dataclass(frozen=True)
@@ -58,23 +63,41 @@ def devices_of(mesh: str | None, strategy: str | None, servers: int | None = Non
     return Devices(axes, strategies, servers, seat_of(strategies, os.environ))
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How to train a task.
+def due_checkpoints(every: int | None, overhead: float | None, tune: Priority | None) -> Interval:
+    """Returns when checkpoints are due by the options of these names: what is given first prevails."""
+    if overhead is not None:
+        return Adaptive(overhead=overhead)
+    if tune is not None and every is None:
+        return limits_of(tune).interval
+    return Every(every or 100)
 
-    **Arguments:** `out`: the folder of the run. `trace`: file for the Perfetto trace. `tensorboard`: folder for event
-    files. `devices`: on which. `epochs`, `batch_size`: instead of the task's own. `seed`: of the first
-    parameters and of the shuffle. `checkpoints`: when one is due.
-    """
+
+@dataclass(frozen=True)
+class Files:
+    """What a run leaves. **Fields:** `out`: its folder. `trace`: file for the Perfetto trace. `tensorboard`: folder for
+    event files."""
 
     out: Path
     trace: Path
     tensorboard: Path | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to train a task.
+
+    **Arguments:** `files`: what is left. `devices`: on which. `epochs`, `batch_size`: instead of the task's own.
+    `seed`: of the first parameters and of the shuffle. `checkpoints`: when one is due. `tune`: what knobs are turned
+    for while it trains; None: they are left to their own controllers.
+    """
+
+    files: Files
     devices: Devices
     epochs: int | None
     batch_size: int | None
     seed: int
     checkpoints: Interval
+    tune: Priority | None = None
 
 
 class _Report(Report):
@@ -85,18 +108,18 @@ class _Report(Report):
         self._keep_options = keep_options
         self._kept = False
 
-    def update(self, metrics: Any, *, epoch: int) -> None:
+    def update(self, metrics: Any, *, epoch: int, state: Any = None) -> None:
         """Takes a step, as `Report` does."""
         if not self._kept:
             self._keep_options()
         self._kept = True
-        super().update(metrics, epoch=epoch)
+        super().update(metrics, epoch=epoch, state=state)
 
 
 @dataclass(frozen=True)
 class _Run:
     """The engines of a run, all of which record to the trace of the report. **Fields:** `seat`: which worker has them;
-    the first one alone has a `saver`."""
+    the first one alone has a `saver`. `tuner`: turns their knobs, if that was asked for."""
 
     step: Any
     loader: DataLoader
@@ -104,6 +127,7 @@ class _Run:
     saver: Checkpointer | None
     report: Report
     seat: Seat
+    tuner: Tuner | None
 
     def say(self, message: str) -> None:
         """Says something of all, once."""
@@ -139,8 +163,11 @@ def train(task: Task, settings: Settings, made_with: Mapping[str, Value]) -> Non
             f"{run.loader.epochs} epochs of {run.loader.batches_per_epoch:,} batches of {batch_size:,}"
         )
         trace: Path | None = None
+        traced = run.report.trace
         try:
-            state = fit(run.step, state, run.loader, saver=run.saver, report=run.report, test=run.test)
+            saver, report, test, tuner = run.saver, run.report, run.test, run.tuner
+            state = fit(run.step, state, run.loader, saver=saver, report=report, test=test, tuner=tuner)
+            traced = _of_all(traced)
         except KeyboardInterrupt:
             run.say(f"interrupted after step {run.num_saved}; run the same command again to go on from there")
             raise typer.Exit(130) from None
@@ -148,12 +175,12 @@ def train(task: Task, settings: Settings, made_with: Mapping[str, Value]) -> Non
             run.say(f"stopped after step {run.num_saved}; run the same command again to go on from there")
             raise
         finally:
-            if run.seat.is_first and "step" in run.report.trace.totals():
-                trace = _unused(settings.trace)
-                run.report.trace.save(trace)
+            if run.seat.is_first and "step" in traced.totals():
+                trace = _unused(settings.files.trace)
+                traced.save(trace)
         noted = {name.removeprefix("test_"): value for name, value in run.report.noted.items()}
         metrics = noted or {name: float(value) for name, value in evaluate(run.step, state, run.test).items()}
-        _summarize(run, task.tell(metrics), settings, trace)
+        _summarize(run, task.tell(metrics), settings, None if trace is None else (trace, traced))
         if run.seat.num_workers > 1:
             run.step.meet(state)  # nobody leaves before all that was pushed is there
 
@@ -165,10 +192,11 @@ def _begin(task: Task, settings: Settings, made_with: Mapping[str, Value], stack
     num_steps = num_updates(len(task.train) // batch_size * epochs, devices.strategies, seat)
     own_batch = seat.own_batch(batch_size)
     step = stack.enter_context(made_step(task, devices, batch_size=own_batch, num_steps=num_steps))
-    has_saver = seat.worker == 0
-    saver = stack.enter_context(Checkpointer(settings.out / "checkpoints", settings.checkpoints)) if has_saver else None
+    saver: Checkpointer | None = None
+    if seat.worker == 0:
+        saver = stack.enter_context(Checkpointer(settings.files.out / "checkpoints", settings.checkpoints))
     options = {**made_with, "--batch-size": batch_size, "--epochs": epochs, "--seed": settings.seed}
-    compared = compare(settings.out, options, saved=saver is not None and saver.newest() is not None)
+    compared = compare(settings.files.out, options, saved=saver is not None and saver.newest() is not None)
     seed = compared.seed if seat.num_workers == 1 else int(step.of_first(np.asarray(compared.seed)))
     given = step.mesh, step.batch_shardings
     loader = DataLoader(seat.own_samples(task.train), *given, batch_size=own_batch, seed=seed, epochs=epochs)
@@ -176,17 +204,35 @@ def _begin(task: Task, settings: Settings, made_with: Mapping[str, Value], stack
     for owner in (loader, test):
         stack.enter_context(owner)
     report = _Report(
-        (lambda: keep(settings.out, {**options, "--seed": seed})) if seat.is_first else lambda: None,
-        metrics=settings.out / "metrics.jsonl" if seat.is_first else None,
-        tensorboard=settings.tensorboard if seat.is_first else None,
+        (lambda: keep(settings.files.out, {**options, "--seed": seed})) if seat.is_first else lambda: None,
+        metrics=settings.files.out / "metrics.jsonl" if seat.is_first else None,
+        tensorboard=settings.files.tensorboard if seat.is_first else None,
         trace=Trace(max_spans=_MAX_SPANS),
         show="auto" if seat.is_first else "nothing",
     )
-    _check_folder(settings.trace.parent)
-    run = _Run(step, loader, test, saver, report, seat)
+    _check_folder(settings.files.trace.parent)
+    run = _Run(step, loader, test, saver, report, seat, _tuner(settings))
     if compared.told:
         run.say(compared.told)
     return run
+
+
+def _tuner(settings: Settings) -> Tuner | None:
+    """Returns what turns the knobs of this process; the diary is that of the first one."""
+    if settings.tune is None:
+        return None
+    is_first = settings.devices.seat.is_first and jax.process_index() == 0
+    return Tuner(settings.tune, diary=settings.files.out / _DIARY if is_first else None)
+
+
+def _of_all(trace: Trace) -> Trace:
+    """Returns the trace of all processes of JAX in the first one, or its own where others do not come."""
+    try:
+        found = gather_traces(trace)
+    except (CommError, WaitTimeout) as error:
+        _log.warning("the trace is of this process alone: %s", error)
+        return trace
+    return trace if found is None else found
 
 
 def _check_folder(path: Path) -> None:
@@ -255,15 +301,24 @@ def _touched(task: Task, step: Step, batch_size: int, num_parts: int) -> dict[st
     return measure_touched(task.loss, init=task.init, batches=batches, num_parts=num_parts).tables
 
 
-def _summarize(run: _Run, result: str, settings: Settings, trace: Path | None) -> None:
+def _summarize(run: _Run, result: str, settings: Settings, traced: tuple[Path, Trace] | None) -> None:
     pace = run.report.pace
     told = [f"test {result}"]
     if pace.num_samples:
         told += [f"stall {pace.stall_percent:.1f} %", f"{pace.samples_per_second:,.0f} samples/s"]
-    elif trace is None:
+    elif traced is None:
         told += ["no step was left to train: --epochs for more, --out for a new run"]
     run.say("  ".join(told))
-    run.say(f"checkpoint  {settings.out / 'checkpoints'} (step {run.num_saved})")
-    run.say(f"metrics     {settings.out / 'metrics.jsonl'}")
-    if trace is not None:
-        run.say(f"trace       {trace} (open it in https://ui.perfetto.dev)")
+    if traced is not None and pace.num_samples:
+        run.say(attribute(traced[1]).summary())
+    run.say(f"checkpoint  {settings.files.out / 'checkpoints'} (step {run.num_saved})")
+    run.say(f"metrics     {settings.files.out / 'metrics.jsonl'}")
+    if run.tuner is not None:
+        entries = list(run.tuner.diary)
+        shown = f", the last {_SHOWN_ENTRIES} of {len(entries)} entries:" if len(entries) > _SHOWN_ENTRIES else ""
+        run.say(f"tuning      {settings.files.out / _DIARY}{shown}")
+        for entry in entries[-_SHOWN_ENTRIES:]:
+            run.say(f"            {entry}")
+    if traced is not None:
+        path = traced[0]
+        run.say(f"trace       {path} (open it in https://ui.perfetto.dev)")

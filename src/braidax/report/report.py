@@ -6,28 +6,33 @@ they fetched, and the loop is never held up by it, except that it may not run mo
 
 import contextlib
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import numpy as np
 
 from braidax.errors import ArgumentError
 from braidax.report.display import Line, PlainLines, Words
+from braidax.report.ends import Ends
 from braidax.report.metrics_file import MetricsFile
 from braidax.report.pace import Done, Pace, RunLength, Sink
 from braidax.report.tensorboard import TensorBoard
 from braidax.spans import Span, Trace
 
 _STEPS_AHEAD = 2
+_DEVICES = "devices"
 
 
 class Report:
     """Follows a training loop: `with report.following(length, first_step):`, in it `waiting()` and `update(…)`.
+
+    `updating`, `saving` and `evaluating` measure the rest of the loop: then its trace tells where a step's time goes.
 
     Of several processes of JAX the first one shows and writes. A run that is over already is shown as such, and nothing
     is written.
@@ -78,6 +83,7 @@ class Report:
             self._pace = self.pace
             self._run = _Run(length, first_step, sinks, self.trace)
             stack.callback(self._run.close)
+            self._run.loop("begin", time.perf_counter())
             with self.trace.active():
                 yield self
 
@@ -88,14 +94,49 @@ class Report:
         run.asked = time.perf_counter()
         yield
         run.arrived = time.perf_counter()
+        run.loop("data wait", run.asked)
 
-    def update(self, metrics: Any, *, epoch: int) -> None:
+    @contextlib.contextmanager
+    def updating(self, before_apply: Callable[[], object] | None = None) -> Generator[Callable[[], None], None, None]:
+        """Measures the `with` block, in which the loop calls the step's `update`, as dispatch.
+
+        Yields what to give `update` as `before_apply`: it notes that the gradients are dispatched, and calls the
+        function that was given, whose time is that of snapshots (`saver.wait`).
+        """
+        run = self._following()
+        begun = time.perf_counter()
+        run.dispatched = run.updated = None
+
+        def dispatched() -> None:
+            run.dispatched = time.perf_counter()
+            if before_apply is not None:
+                before_apply()
+                run.loop("snapshot stall", run.dispatched)
+
+        yield dispatched
+        run.updated = time.perf_counter()
+        run.loop("dispatch", begun)
+
+    @contextlib.contextmanager
+    def saving(self) -> Generator[None, None, None]:
+        """Measures the `with` block, in which the loop calls the saver's `update`, as time of snapshots."""
+        with self._following().measuring("snapshot stall"):
+            yield
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Generator[None, None, None]:
+        """Measures the `with` block, in which the loop evaluates, as time of no step."""
+        with self._following().measuring("evaluation"):
+            yield
+
+    def update(self, metrics: Any, *, epoch: int, state: Any = None) -> None:
         """Takes the metrics of a step that was just started; waits only when the loop is more than two steps ahead.
 
         **Arguments:** `metrics`: a mapping of arrays, still being computed. Those that are not scalar are left out.
-        `epoch`: of the step's batch, from 0.
+        `epoch`: of the step's batch, from 0. `state`: that the step returned, if its end is to be known: metrics are
+        there before the optimizer is done. It may be donated to the next step.
         """
-        self._following().update(metrics, epoch)
+        self._following().update(metrics, epoch, state)
 
     def note(self, values: Mapping[str, float]) -> None:
         """Shows and writes values that belong to no single step, such as a test accuracy, and keeps them in `noted`."""
@@ -129,6 +170,15 @@ class Report:
             yield Line(words) if on_terminal and not is_over else PlainLines(words, self._every_seconds)
 
 
+class _Times(NamedTuple):
+    """When the loop asked for a batch, had it, had dispatched its gradients, and its update, if it tells."""
+
+    asked: float
+    arrived: float
+    dispatched: float | None
+    updated: float | None
+
+
 class _Run:
     """One session of a report, and the thread that waits for its steps to be done."""
 
@@ -142,12 +192,29 @@ class _Run:
         self._trace = trace
         self._first_step = first_step
         self._last_end = 0.0
+        self.dispatched: float | None = None
+        self.updated: float | None = None
+        self._ends = Ends()
         self._pending: deque[Future[None]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-report")
 
-    def update(self, metrics: Any, epoch: int) -> None:
+    def update(self, metrics: Any, epoch: int, state: Any) -> None:
         self.step, self.epoch = self.step + 1, epoch
-        self._submit(self._finish, self.step, epoch, self.asked, self.arrived, metrics)
+        end = () if state is None else self._ends.of(state)
+        times = _Times(self.asked, self.arrived, self.dispatched, self.updated)
+        self._submit(self._finish, self.step, epoch, times, metrics, end)
+
+    @contextlib.contextmanager
+    def measuring(self, name: str) -> Generator[None, None, None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.loop(name, begun)
+
+    def loop(self, name: str, begun: float) -> None:
+        """Records what the loop's thread has done until now."""
+        self._record("loop", name, threading.current_thread().name, begun, time.perf_counter())
 
     def note(self, values: Mapping[str, float]) -> None:
         self._submit(self._note, self.step, self.epoch, dict(values))
@@ -167,19 +234,27 @@ class _Run:
         while len(self._pending) > _STEPS_AHEAD or (self._pending and self._pending[0].done()):
             self._pending.popleft().result()
 
-    def _finish(self, step: int, epoch: int, asked: float, arrived: float, metrics: Any) -> None:
+    def _finish(self, step: int, epoch: int, times: "_Times", metrics: Any, ends: Sequence[Any]) -> None:
         jax.block_until_ready(metrics)
-        end = time.perf_counter()
-        start = max(arrived, self._last_end)
-        stalled = max(0.0, arrived - max(asked, self._last_end))
+        made = time.perf_counter()
+        jax.block_until_ready(ends)
+        end, before, arrived = time.perf_counter() if ends else made, self._last_end, times.arrived
+        start = max(arrived, before)
+        stalled = max(0.0, arrived - max(times.asked, before))
         self._last_end = end
-        self._trace.record(Span("step", f"step {step}", "devices", start, end - start, 0))
+        self._record("step", f"step {step}", _DEVICES, start, end)
+        self._record("devices", "gradients", _DEVICES, max(times.dispatched or times.updated or arrived, before), made)
+        if ends:
+            self._record("devices", "apply", _DEVICES, max(times.updated or arrived, made), end)
         pace = Pace(end - start, stalled, self._length.batch_size)
         if step > self._first_step + 1:
             self.pace += pace
         done = Done(step, epoch, _scalars(metrics), pace)
         for sink in self._sinks:
             sink.step(done)
+
+    def _record(self, lane: str, name: str, thread: str, start: float, end: float) -> None:
+        self._trace.record(Span(lane, name, thread, start, max(0.0, end - start), 0))
 
     def _note(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         for sink in self._sinks:

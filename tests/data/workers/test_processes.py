@@ -26,6 +26,7 @@ from braidax.data.workers.processes import InProcesses, in_processes, worker
 from braidax.data.workers.processes.memory import SharedMemory, nameless_file
 from braidax.data.workers.processes.pickling import pack, unpack
 from braidax.errors import ArgumentError, BraidaxError, FormatError, PeerLost, ReadError, RecordError, WaitTimeout
+from braidax.spans import Trace, span
 from tests.data import troubled
 from tests.data.troubled import (
     NUM_SAMPLES,
@@ -518,3 +519,17 @@ def test_an_interrupted_program_ends_quietly(start: Any, tmp_path: Path, moment:
     lines, status = ended(program, seconds=30)
     assert (lines[-1], status, (tmp_path / "stderr").read_text()) == ("interrupted", 0, "")
     assert eventually(lambda: not any(exists(worker) for worker in workers), seconds=5)
+
+
+def test_what_a_worker_does_is_in_the_trace_of_who_reads() -> None:
+    trace = Trace()
+    samples = [{"x": np.full(3, number, np.float32)} for number in range(4)]
+    with contextlib.closing(in_processes(open_source(samples), num_workers=1)) as source:
+        read(source, [2])  # without a trace nothing is kept
+        with trace.active(), span("read", "window"):
+            read(source, [1, 3])
+    found = {(one.process, one.lane): one for one in trace.spans}
+    outer = found["", "read"]
+    assert set(found) == {("", "read"), ("loader worker 0", "read"), ("loader worker 0", "decode")}
+    assert all(outer.start <= one.start <= one.end <= outer.end for one in found.values())  # by one clock
+    assert sum(total.seconds for total in trace.totals().values()) == pytest.approx(outer.seconds)

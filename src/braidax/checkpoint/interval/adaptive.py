@@ -143,6 +143,10 @@ class Adapting:
         """What was decided, and why."""
         return self._verdict
 
+    def estimate(self) -> Estimate | None:
+        """Returns what steps and checkpoints were measured to take; None before one was measured to its end."""
+        return self._costs.estimate()
+
     def due(self, num_updates: int) -> bool:
         """As of `Spacing.due`."""
         if self._costs.step() and not self.paused:

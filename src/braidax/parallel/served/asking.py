@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, final
 
 from braidax.errors import PeerLost
+from braidax.spans import span
 
 from .layouts.layout import Layout
 from .meetings.joining import Joined
@@ -47,8 +48,9 @@ class Asking:
         of them raises that fails, in their order.
         """
         if of == "one":
-            others = [self._pool.submit(self._ask_one, question, part) for part in range(1, self.layout.num_parts)]
-            return [self._ask_one(question, 0), *(one.result() for one in others)]
+            with span("comm", "ask servers"):
+                others = [self._pool.submit(self._ask_one, question, part) for part in range(1, self.layout.num_parts)]
+                return [self._ask_one(question, 0), *(one.result() for one in others)]
         return [some[0] for some in self.ask_every(question)]
 
     def ask_every(self, question: Callable[[int], list[Any]]) -> list[list[Message]]:
@@ -56,16 +58,17 @@ class Asking:
 
         **Returns:** for each part the answers of those who have it and are there. **Raises:** as `ask_all`.
         """
-        asked = [
-            [self._pool.submit(self._ask, server, part, question) for server in self._holders(part)]
-            for part in range(self.layout.num_parts)
-        ]
-        found: list[list[Message]] = []
-        for part, some in enumerate(asked):
-            answers = [one.result() for one in some]
-            self._first(part, answers)
-            found.append([answer for answer in answers if isinstance(answer, Message)])
-        return found
+        with span("comm", "ask all servers"):
+            asked = [
+                [self._pool.submit(self._ask, server, part, question) for server in self._holders(part)]
+                for part in range(self.layout.num_parts)
+            ]
+            found: list[list[Message]] = []
+            for part, some in enumerate(asked):
+                answers = [one.result() for one in some]
+                self._first(part, answers)
+                found.append([answer for answer in answers if isinstance(answer, Message)])
+            return found
 
     def _ask_one(self, question: Callable[[int], list[Any]], part: int) -> Message:
         """Asks whoever of those that have a part is there."""

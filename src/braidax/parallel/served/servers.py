@@ -13,6 +13,7 @@ from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.parallel.plan.placements import Wire
 from braidax.parallel.served.batches.batch_rows import BatchRows, Reads, Rows, dropped_rows
+from braidax.spans import span
 
 from .asking import Asking
 from .compressed.feedback import Feedback
@@ -106,7 +107,8 @@ class Servers:
         if self._workers is None:
             return
         try:
-            self._workers.barrier()
+            with span("comm", "meet"):
+                self._workers.barrier()
         except PeerLost as error:
             raise self._one_is_lost(str(error), error.rank, error.host) from error
 

@@ -179,7 +179,7 @@ class ServedStep:
             self._pushing.wait_for_own(behind=placement.staleness)
             (rows, pulled), fed = self._pulling.pull(ids, at_least=at_least), None
         else:
-            rows, pulled, fed = pulling.result()
+            rows, pulled, fed = self._pulling.coming(pulling)
             self._pushing.wait_for_own(behind=placement.staleness)
             if pulled.step < at_least:
                 pulled, fed = self._servers.pull(rows, known=pulled, at_least=at_least), None

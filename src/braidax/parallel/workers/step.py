@@ -245,7 +245,8 @@ class WorkerStep:
         if ahead is None:
             rows, pulled = self._pull(None if made is None else made.ids(state.variables, *key, batch))
         else:
-            rows, pulled, _ = ahead.result()
+            assert self._pulling is not None, "it was taken from it"
+            rows, pulled, _ = self._pulling.coming(ahead)
             if bound == 0 or (bound is not None and pulled.step < number - bound):
                 pulled = self._servers.pull(rows, known=pulled, at_least=number - bound)
         if bound is not None:

@@ -19,10 +19,12 @@ from braidax.data.workers.processes.messages import channel_of, packed, receive,
 from braidax.data.workers.processes.pickling import unpack
 from braidax.errors import ArgumentError, BraidaxError, RecordError
 from braidax.lifeline import end_with
+from braidax.spans import Trace
 
 At = tuple[int | None, int] | None
 """Seed and epoch of a read, or None where nobody said."""
 
+_MOST_SPANS = 64  # of one window: more is in totals alone
 _EPOCHS_KEPT = 4  # reads of two epochs mix at the border between them
 
 
@@ -69,9 +71,11 @@ class _Serve:
             num_samples = len(indices)
             memory = self._memory.array(window_bytes(specs, num_samples))
             leaves = window_leaves(memory, specs, num_samples)
-            read_samples(source, indices, treedef.unflatten(leaves))
+            trace = Trace(max_spans=_MOST_SPANS)
+            with trace.active():
+                read_samples(source, indices, treedef.unflatten(leaves))
             varying = [leaf for leaf, spec in zip(leaves, specs, strict=True) if is_varying(spec)]
-            return packed(("done", varying))
+            return packed(("done", (varying, (trace.spans, trace.totals()))))
         except BaseException as error:  # noqa: BLE001 (it is raised by the parent)
             listed = f"{indices[:8].tolist()}{'…' if len(indices) > 8 else ''}"
             return _raised(error, RecordError, f"source cannot read the records {listed} in a worker process")

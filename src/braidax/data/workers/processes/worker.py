@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from braidax.data.workers.processes.memory import SharedMemory, nameless_file
 from braidax.data.workers.processes.messages import channel_of, packed, receive, send
 from braidax.errors import BraidaxError, PeerLost, WaitTimeout
+from braidax.spans import take_told
 
 _START_SECONDS = 300.0  # of imports from a slow disk, on busy cores
 _ENDING_SECONDS = 2.0  # a worker that does not end by itself in that time is killed
@@ -147,10 +148,14 @@ class Worker:
 
         **Arguments:** `at`: the seed and epoch, or None. `indices`: int64 `[n]`.
 
+        What the worker's spans tell is taken by the trace that is active here.
+
         **Returns:** the leaves of varying size. **Raises:** `WorkerDied`, `WorkerClosed`; `TimeoutError` when there is
         no answer in time; what reading raised.
         """
-        return self._ask(packed((at, indices)), time.monotonic() + timeout_seconds)
+        varying, told = self._ask(packed((at, indices)), time.monotonic() + timeout_seconds)
+        take_told(f"loader worker {self.number}", told)
+        return varying
 
     def end(self, *, deadline: float) -> None:
         """Lets the worker end by itself, kills it behind the deadline, and reaps it. May be called twice."""

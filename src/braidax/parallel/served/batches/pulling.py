@@ -16,6 +16,7 @@ from braidax.parallel.served.batches.parts import local_parts, on_devices
 from braidax.parallel.served.feed import Fed, ServedFeed, ServedReading
 from braidax.parallel.served.servers import Servers
 from braidax.program import OUT_OF_RANGE
+from braidax.spans import span
 
 Pulled = tuple[dict[str, BatchRows], Rows]
 """Which rows a batch reads, by table, and these."""
@@ -105,6 +106,11 @@ class Pulling:
                 del self._coming[: at + 1]
                 return one.rows if one.step in (None, step) else None
         return None
+
+    def coming(self, pulling: Future[Ahead]) -> Ahead:
+        """Waits for what `take` has returned."""
+        with span("comm", "wait for rows"):
+            return pulling.result()
 
     def wait(self) -> None:
         """Returns when nothing is being pulled."""

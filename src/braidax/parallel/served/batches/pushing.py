@@ -1,5 +1,6 @@
 """Gradients of rows: summed over the ids and devices of a process, and brought to servers behind a step."""
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
@@ -12,6 +13,7 @@ from braidax.parallel.served.batches.batch_rows import BatchRows
 from braidax.parallel.served.batches.parts import local_parts
 from braidax.parallel.served.row_memory import aligned
 from braidax.parallel.served.servers import Servers
+from braidax.spans import span
 
 
 @final
@@ -69,7 +71,8 @@ class Pushing:
 
     def wait_for_own(self, *, behind: int = 0) -> None:
         """Returns when servers have what this process has pushed, as `wait` does; others may be late."""
-        while len(self._pushed) > behind:
-            self._pushed[0].result()
-            self._is_alone = True
-            self._pushed.popleft()
+        with span("comm", "wait for pushes") if len(self._pushed) > behind else contextlib.nullcontext():
+            while len(self._pushed) > behind:
+                self._pushed[0].result()
+                self._is_alone = True
+                self._pushed.popleft()

@@ -15,6 +15,7 @@ from braidax.parallel.plan.plan import Plan
 from braidax.parallel.stages.schedules import Operation, Schedule, Versions, validate, with_transfers
 from braidax.parallel.stages.stage_layouts import Placing
 from braidax.program import Program, Stage, named_leaves
+from braidax.spans import OPERATIONS, span
 
 from .dispatch_order import dispatch_order
 from .feeding import Feeding, Given, check_batch
@@ -197,7 +198,8 @@ class Pipelined:
         """
         assert self.schedule.is_flushed, "there are gradients of all microbatches at once"
         run, held = self._begun(pieces, variables, key, batch)
-        run.all(self._order)
+        with span(*OPERATIONS):
+            run.all(self._order)
         results = self._results_of(run, held)
         return Found(self._means(run.sums), held, results)
 
@@ -223,7 +225,8 @@ class Pipelined:
         assert not self.schedule.is_flushed, "its updates are made behind all gradients"
         run, held = self._begun([one.params for one in owned], variables, key, batch)
         run.updating = updating = Updating(self.schedule, self.versions, owned, updates, before_update)
-        run.all(self._order)
+        with span(*OPERATIONS):
+            run.all(self._order)
         return updating.finished(), held, self._results_of(run, held)
 
     def _begun(

@@ -122,7 +122,8 @@ class Run:
     def _receive_forward(self, stage: int, each: int) -> None:
         way = self._ways[stage - 1].forward
         if way.receives:
-            self._incoming[stage, each] = self._observed(way.receive())
+            self._incoming[stage, each] = way.receive()
+        self._observed(self._incoming[stage, each])
 
     def _send_backward(self, stage: int, each: int) -> None:
         to = stage - 1, each
@@ -133,7 +134,8 @@ class Run:
     def _receive_backward(self, stage: int, each: int) -> None:
         way = self._ways[stage].backward
         if way.receives:
-            self._gradients[stage, each] = self._observed(way.receive())
+            self._gradients[stage, each] = way.receive()
+        self._observed(self._gradients[stage, each])
 
     def _backward(self, stage: int, each: int) -> None:
         own, at = self._programs[stage], (stage, each)
