@@ -38,11 +38,6 @@ def test_the_drop_in_for_torch() -> None:
     assert sum(windows) <= 40 + 8  # and some are read as many at a time
 
 
-def test_torch_in_processes() -> None:
-    loader = torch.utils.data.DataLoader(cast(Any, Numbers(24)[4:]), batch_size=10, num_workers=1)
-    assert [batch["id"].tolist() for batch in loader] == [list(range(4, 14)), list(range(14, 24))]
-
-
 def test_grain() -> None:
     grain = pytest.importorskip("grain")
     source, _ = watched(80)
