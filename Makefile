@@ -70,6 +70,7 @@ PJRT = "jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__vers
 	@touch $@
 
 .venv/stamp-nightly: .venv/stamp-test
+	$(INSTALL) 'tensorflow-cpu>=2.18'  # a source feeds tf.data
 	$(INSTALL) --upgrade --no-deps --target .venv/aot 'libtpu>=0.0.42'
 	@touch $@
 

@@ -254,15 +254,28 @@ def test_evaluation_weighs_a_padded_batch_by_its_valid_samples() -> None:
     assert evaluate(step, state, test) == metrics
 
 
-def test_evaluation_needs_one_whole_epoch() -> None:
+def test_evaluation_takes_a_whole_epoch_and_leaves_the_cursor() -> None:
     step = make_step(optax.sgd(0.01), SAMPLES, 8)
     state = step.init(jax.random.key(0))
-    with pytest.raises(ArgumentError, match="epochs=2"):
-        evaluate(step, state, make_loader(step, epochs=2))
-    begun = make_loader(step)
-    begun.cursor = begun.cursor._replace(position=8)
-    with pytest.raises(ArgumentError, match="position=8"):
-        evaluate(step, state, begun)
+    expected = evaluate(step, state, make_loader(step, seed=None, remainder="pad"))
+    begun = make_loader(step, seed=None, remainder="pad", epochs=2)
+    begun.cursor = begun.cursor._replace(epoch=1, position=8)
+    assert evaluate(step, state, begun) == expected
+    assert begun.cursor == (None, 1, 8)
+
+
+def test_evaluation_drops_no_samples() -> None:
+    step = make_step(optax.sgd(0.01), SAMPLES, 8)
+    state = step.init(jax.random.key(0))
+    words = (
+        r"the loader of an evaluation would drop the last 4 of its 44 samples, which fill no batch of batch_size=8; "
+        r"make it with remainder='pad', .* or with a batch_size that divides them"
+    )
+    with pytest.raises(ArgumentError, match=words):
+        evaluate(step, state, make_loader(step))
+    with pytest.raises(ArgumentError, match=words):  # before the first step
+        fit(step, step.init(jax.random.key(0)), make_loader(step), test=make_loader(step))
+    assert int(state.step) == 0
 
 
 def test_a_fault_in_the_data_reaches_the_caller() -> None:

@@ -34,7 +34,7 @@ def rss():
 mesh = jax.make_mesh((1,), ("data",))
 jax.block_until_ready(jax.numpy.zeros(8))
 before, start = rss(), time.perf_counter()
-source = bx.open(sys.argv[1], sequence_length=8)
+source = bx.data.open_tokens(sys.argv[1], "uint16", sequence_length=8)
 assert len(source) == 10**9, len(source)
 batch = next(iter(bx.DataLoader(source, mesh, PartitionSpec("data"), batch_size=256)))
 jax.block_until_ready(batch)

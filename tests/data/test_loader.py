@@ -1,12 +1,13 @@
 """The loader: batches that depend on nothing but (seed, epoch, position), cursors, errors, threads that end."""
 
+import contextlib
 import itertools
 import json
 import logging
 import math
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -17,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from braidax.data.knobs import Knobs
 from braidax.data.loader import DataLoader
 from braidax.data.sampling.order import Cursor
-from braidax.errors import ArgumentError, SpecError
-from tests.data.numbered import Large, Numbers, all_ids, check, ids, peeked
+from braidax.errors import ArgumentError, BraidaxError, SpecError
+from tests.data.numbered import Large, Numbers, all_ids, check, ids, peeked, reading_threads
 
 
 @pytest.fixture
@@ -380,3 +381,110 @@ def test_the_mesh_that_is_set_is_taken(specs: Any) -> None:
 def test_specs_without_any_mesh_are_refused() -> None:
     with pytest.raises(SpecError, match="is a PartitionSpec, but mesh=None; give a mesh"):
         DataLoader(Numbers(32), specs=P("data"), batch_size=16)
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_a_path_is_all_that_is_needed(tmp_path: Path, *, is_set: bool) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(64))
+    mesh = jax.make_mesh((8,), ("data",))
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        (batch,) = DataLoader(tmp_path / "a.npz")
+    assert sorted(np.asarray(batch["x"]).tolist()) == list(range(64))
+    assert len(batch["x"].sharding.device_set) == (8 if is_set else 1)
+
+
+# One epoch
+
+
+def test_an_epoch_leaves_the_cursor_alone(mesh: Mesh) -> None:
+    loader = DataLoader(Numbers(50), mesh, P("data"), batch_size=8, seed=3, epochs=2)
+    expected = peeked(loader, 12)
+    assert [ids(batch) for batch in loader.epoch()] == expected[:6]
+    assert loader.cursor == Cursor(3, 0, 0)
+    got: list[list[int]] = []
+    for number, batch in enumerate(loader):
+        got.append(ids(batch))
+        if number == 2:
+            assert [ids(inner) for inner in loader.epoch()] == expected[:6]
+            assert [ids(inner) for inner in loader.epoch(1)] == expected[6:]
+            assert loader.cursor == Cursor(3, 0, 24)
+    assert got == expected
+    assert [ids(batch) for batch in loader.epoch(0)] == expected[:6]
+    assert loader.cursor == Cursor(3, 2, 0)
+
+
+def test_an_epoch_that_is_left_or_closed(mesh: Mesh) -> None:
+    loader = DataLoader(Numbers(50), mesh, P("data"), batch_size=8)
+    for _ in loader.epoch():
+        break
+    with pytest.raises(ArgumentError, match="epoch must be at least 0"):
+        loader.epoch(-1)
+    batches = loader.epoch()
+    next(batches)
+    loader.close()
+    assert reading_threads() == []
+    with pytest.raises(BraidaxError, match=r"closed while an epoch\(\) of it was under way"):
+        next(batches)
+
+
+# Batches on the host
+
+
+def test_batches_stay_on_the_host() -> None:
+    expected = peeked(DataLoader(Numbers(50), batch_size=8, seed=3), 6)
+    loader = DataLoader(Numbers(50), batch_size=8, seed=3, placement="host", remainder="pad")
+    batches = list(loader)
+    for batch, wanted in zip(batches, expected, strict=False):
+        assert all(type(leaf) is np.ndarray for leaf in batch.values())
+        assert batch["id"].tolist() == wanted
+        assert batch["mask"].all()
+        check(batch)
+    assert batches[6]["mask"].tolist() == [True, True, *[False] * 6]
+    assert batches[6]["id"][2:].tolist() == [0] * 6
+    batches[0]["x"][:] = -1  # ours: no later batch is written there, nor is this one
+    assert (batches[1]["x"] >= 0).all()
+    with pytest.raises(ArgumentError, match="makes NumPy arrays, which have no shardings; leave placement out"):
+        loader.shardings  # noqa: B018
+
+
+def test_a_batch_on_the_host_keeps_its_memory() -> None:
+    first, kept = None, list[Any]()
+    for epoch in range(4):
+        for batch in DataLoader(Numbers(64), batch_size=8, seed=epoch, placement="host"):
+            kept.append((batch["id"].copy(), batch["id"][::2]))
+            first = batch["id"].ctypes.data if first is None else first
+    assert all(np.array_equal(copy[::2], view) for copy, view in kept)
+
+
+def test_batches_on_the_host_are_stacks_of_microbatches() -> None:
+    loader = DataLoader(Numbers(32), batch_size=8, seed=None, placement="host", microbatches=2)
+    assert [batch["id"].tolist() for batch in loader][1] == [[8, 9, 10, 11], [12, 13, 14, 15]]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_does_not_go_with_batches_on_the_host(mesh: Mesh) -> None:
+    with pytest.raises(ArgumentError, match="mesh= was given beside placement='host', which puts batches on no device"):
+        DataLoader(Numbers(32), mesh, batch_size=8, placement="host")
+    with pytest.raises(ArgumentError, match="specs= was given beside placement='host'"):
+        DataLoader(Numbers(32), specs=P(), batch_size=8, placement="host")
+    with pytest.raises(ArgumentError, match="placement='gpu' is not 'devices' or 'host'"):
+        DataLoader(Numbers(32), batch_size=8, placement=cast(Any, "gpu"))
+
+
+# Batch sizes
+
+
+@pytest.mark.parametrize("batch_size", [0, -8, 8.0, True, "8"])
+@pytest.mark.usefixtures("unchecked")
+def test_a_batch_size_is_a_number_of_samples(mesh: Mesh, batch_size: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"batch_size={batch_size!r} is not a positive number of samples"):
+        DataLoader(Numbers(32), mesh, batch_size=batch_size)
+
+
+def test_a_batch_size_is_that_of_all_microbatches(mesh: Mesh) -> None:
+    loader = DataLoader(Numbers(100), mesh, P("data"), microbatches=3)
+    assert loader.batch_size == 96
+    with pytest.raises(
+        SpecError, match=r"batch_size=30 is not a multiple of 12: .* microbatches=3 into 4 parts; use 24 or 36"
+    ):
+        DataLoader(Numbers(100), mesh, P("data"), batch_size=30, microbatches=3)

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 import braidax.data as sources
+from braidax.data.loader import DataLoader
 from braidax.data.registry import kind_of
 from braidax.data.storage import Remote
 from braidax.errors import ArgumentError, FormatError
@@ -205,7 +206,7 @@ def npy(array: Any) -> bytes:
         ("a.jsonl", b'{"x": 0}\n{"x": 1}\n{"x": 2}', {}, "x"),
         ("a.csv", b"x;y\n0;1\n1;1\n2;1\n", {"delimiter": ";", "columns": ["x"]}, "x"),
         ("a.npy", npy(np.arange(3)), {}, "data"),
-        ("a.bin", np.arange(3, dtype="<u2").tobytes(), {"sequence_length": 1}, "tokens"),
+        ("a.bin", np.arange(3, dtype="<u2").tobytes(), {"sequence_length": 1, "dtype": "uint16"}, "tokens"),
         ("a.jsonl.gz", gzip.compress(b'{"x": 0}\n{"x": 1}\n{"x": 2}'), {}, "x"),
     ],
 )
@@ -368,3 +369,57 @@ def test_a_table_in_memory_has_a_sample_in_each_row(kind: str) -> None:
 def test_a_table_in_memory_that_holds_no_numbers_is_refused(table: Any) -> None:
     with pytest.raises(ArgumentError, match=r"column 'x' holds (1 missing|values of dtype)|a table of named columns"):
         sources.open(table)
+
+
+# One format
+
+
+def test_tokens_and_csv_of_any_name(tmp_path: Path) -> None:
+    np.arange(8, dtype=np.uint32).tofile(tmp_path / "ids.dat")
+    for place in (tmp_path / "ids.dat", [tmp_path / "ids.dat"]):
+        source = sources.open_tokens(place, "uint32", sequence_length=4)
+        assert read(source)["tokens"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    (tmp_path / "folder").mkdir()
+    for number in range(2):
+        (tmp_path / "folder" / f"{number}.log").write_text(f"x|y\n{number}|1\n")
+    source = sources.open_csv(tmp_path / "folder", columns=["x"], delimiter="|")
+    assert read(source)["x"].tolist() == [0, 1]
+    (tmp_path / "a.dat.gz").write_bytes(gzip.compress(b"x,y\n5,1\n"))
+    assert read(sources.open_csv(tmp_path / "a.dat.gz"))["x"].tolist() == [5]
+    with pytest.raises(FormatError, match="there is no such file or folder"):
+        sources.open_csv(tmp_path / "missing.csv")
+
+
+def test_tables_and_images(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [0, 1, 2], "y": [1, 1, 1]}), tmp_path / "a.parquet")
+    source = sources.open_table(tmp_path / "a.parquet", columns=["x"])
+    assert read(source) == {"x": pytest.approx([0, 1, 2])}
+    (tmp_path / "images").mkdir()
+    Image.fromarray(np.zeros((6, 5, 3), np.uint8)).save(tmp_path / "images" / "0.png")
+    assert sources.open_images(tmp_path / "images", image_size=(4, 3))[0]["image"].shape == (4, 3, 3)
+
+
+def test_a_function_of_another_format(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(512, dtype=np.uint16))
+    (tmp_path / "a.bin.gz").write_bytes(gzip.compress(bytes(64)))
+    for name, found in (("a.npy", "npy"), ("a.bin.gz", "gzip, compressed")):
+        with pytest.raises(
+            ArgumentError, match=f"the first bytes are those of {found}, not of tokens .*; use braidax.op"
+        ):
+            sources.open_tokens(tmp_path / name, "uint16", sequence_length=4)
+    with pytest.raises(
+        ArgumentError, match=r"was recognized as 'npy', which open_table does not open; use braidax.open"
+    ):
+        sources.open_table(tmp_path / "a.npy")
+    with pytest.raises(ArgumentError, match="'npy', which open_images does not open"):
+        sources.open_images(tmp_path / "a.npy")
+
+
+def test_a_file_of_tokens_needs_a_dtype(tmp_path: Path) -> None:
+    np.zeros(4096, np.uint16).tofile(tmp_path / "a.bin")
+    words = (
+        r"a\.bin: holds tokens without a header, and nothing tells how they are stored; expected a dtype: .*open_tokens"
+    )
+    for opened in (sources.open, sources.open_tokens, DataLoader):
+        with pytest.raises(ArgumentError, match=words):
+            opened(tmp_path / "a.bin")

@@ -7,6 +7,10 @@ from braidax.data.knobs import Knobs as Knobs
 from braidax.data.knobs import Stats as Stats
 from braidax.data.loader import DataLoader as DataLoader
 from braidax.data.open import open as open
+from braidax.data.open_formats import open_csv as open_csv
+from braidax.data.open_formats import open_images as open_images
+from braidax.data.open_formats import open_table as open_table
+from braidax.data.open_formats import open_tokens as open_tokens
 from braidax.data.prefetch import prefetch_to_device as prefetch_to_device
 from braidax.data.sampling.draws import Draws as Draws
 from braidax.data.sampling.order import Cursor as Cursor
@@ -16,7 +20,14 @@ from braidax.data.sharding.explain import simulated_mesh as simulated_mesh
 from braidax.data.source import VARYING as VARYING
 from braidax.data.source import Source as Source
 from braidax.data.source import Stamped as Stamped
+from braidax.data.source import to_numpy as to_numpy
 from braidax.data.storage import Remote as Remote
+from braidax.data.transforms.columns import select as select
+from braidax.data.transforms.concatenation import concat as concat
+from braidax.data.transforms.cutting import split as split
+from braidax.data.transforms.cutting import take as take
+from braidax.data.transforms.each_sample import map as map
+from braidax.data.transforms.filtering import filter as filter
 from braidax.data.transforms.images.augment import center_crop as center_crop
 from braidax.data.transforms.images.augment import flipped as flipped
 from braidax.data.transforms.images.augment import random_crop as random_crop

@@ -2,10 +2,9 @@
 
 import contextlib
 import functools
-import logging
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
+from braidax.data.batch_size import chosen_batch_size
 from braidax.data.fetching.depth import Depth
 from braidax.data.fetching.fetch import Batch, Fetch
 from braidax.data.given import Given, OnError, Workers
@@ -24,16 +24,15 @@ from braidax.data.multihost.small_leaves import quicker
 from braidax.data.sampling.order import Cursor, Order, Remainder
 from braidax.data.sharding.compiled_step import devices_of, specs_like
 from braidax.data.sharding.explain import Explanation, explain
-from braidax.data.sharding.load_plan import plan_load
+from braidax.data.sharding.host import host_mesh
+from braidax.data.sharding.load_plan import Placed, plan_load
 from braidax.data.sharding.load_sharding import device_grid
 from braidax.data.sharding.masks import MASK, Mask, split_mask
 from braidax.data.sharding.specs import completed, shared_batch_parts
-from braidax.data.source import Sliced, Source, batch_spec, source_at
+from braidax.data.source import Sliced, Source, batch_spec, source_at, told_rows
 from braidax.errors import ArgumentError, BraidaxError, WaitTimeout
 from braidax.spans import LaneTotal, Trace
 
-_log = logging.getLogger("braidax")
-_DEFAULT_BATCH_SIZE = 128
 _LANES = {"wait": "wait", "read": "read", "decode": "decode", "collate": "collate", "transfer": "host-to-device"}
 
 _INTERRUPTED_SECONDS = 2.0  # which reads under way have to end after Ctrl-C
@@ -48,9 +47,9 @@ class DataLoader:
     **Arguments:** `source`: a `Source`, a path that `braidax.open` knows, any object with `__len__` and
     `__getitem__`, or a `braidax.frame.Frame`, which is computed now. `mesh`: what `PartitionSpec`s refer to; by
     default that of `jax.set_mesh`, else one device. `specs`: a `PartitionSpec` or `NamedSharding`, or a PyTree of them
-    like the batch; dim 0 is the batch, by default
-    split over all axes of the mesh. `batch_size`: samples in a global batch; by default about 128, divisible by the
-    sharding (and logged). `seed`: of the shuffle; None keeps the source's order.
+    like the batch; dim 0 is the batch, by default split over all axes of the mesh. `batch_size`: samples in a global
+    batch, over all devices, processes and microbatches; by default about 128 (the rule is that of
+    `braidax.data.batch_size`). `seed`: of the shuffle; None keeps the source's order.
     `epochs`: a `for` ends when the cursor's epoch is a multiple of it; None never ends. `remainder`: `"drop"` leaves
     out the last samples of an epoch that fill no batch; `"pad"` fills up with zeros and adds to every batch the leaf
     `"mask"`, bool `[batch_size]`, true for real samples. `on_error`: `"skip"` replaces records that cannot be read and
@@ -58,7 +57,8 @@ class DataLoader:
     `"processes"` is for user code in the source that holds the GIL, see `in_processes`. `knobs`: threads, prefetch and
     limits. `microbatches`: makes every leaf a stack of so many microbatches, `[microbatches, batch, …]`, of which
     `specs` describe one. `like`: a compiled step, whose input shardings stand in for `mesh`, `specs` and `batch_size`.
-    `checksum_every`: after so many batches the processes compare what they hold copies of; None: never.
+    `checksum_every`: after so many batches the processes compare what they hold copies of; None: never. `placement`:
+    `"host"` gives batches of NumPy arrays, for those who place them on devices themselves; each process has whole ones.
 
     Under `jax.distributed` every process makes the same loader and goes through it: each reads its part, nothing of any
     size is read twice, and what several need is exchanged between devices (`explain` tells). They begin and end epochs
@@ -68,6 +68,11 @@ class DataLoader:
     different things; while iterating, `RecordError` at the batch that holds the record, `CallFailed` where another
     process raised, `PeerLost` where one has left or ended, and `WaitTimeout`.
     """
+
+    _given: Given | None = None
+    _fetch: Fetch | None = None  # the latest
+    _running: object = None  # the iteration that owns the cursor
+    _num_closed = 0
 
     def __init__(
         self,
@@ -85,35 +90,34 @@ class DataLoader:
         microbatches: int | None = None,
         like: Any = None,
         checksum_every: int | None = None,
+        placement: Placed = "devices",
     ) -> None:
         self._knobs = knobs or Knobs()
         self._workers: Workers = workers
         limit = self._knobs.timeout_seconds
-        self._given: Given | None = None
-        self._fetch: Fetch | None = None
-        self._running: object = None  # the iteration that owns the cursor
-        if like is None:
+        self._open: list[Fetch] = []
+        if placement == "host":
+            mesh, specs = host_mesh(mesh, specs, like)
+        elif like is None:
             mesh, specs = completed(mesh, specs)
         self._group = process_group(devices_of(mesh, specs, like))
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             with agreeing(self._group, timeout_seconds=limit) as facts:
-                _check(workers, epochs=epochs, microbatches=microbatches, checksum_every=checksum_every)
+                _check(workers, placement, epochs=epochs, microbatches=microbatches, checksum_every=checksum_every)
                 self._given = Given(source, self._group, workers=workers, on_error=on_error, timeout_seconds=limit)
                 self.source: Source = self._given.source
                 if like is not None:
                     specs, batch_size = _like(like, self.source, mesh, specs, batch_size, microbatches)
-                if batch_size is None:
-                    parts = shared_batch_parts(mesh, specs) * (microbatches or 1)
-                    batch_size = _default_batch_size(len(self.source), parts, remainder)
-                self._order = Order(len(self.source), batch_size, remainder)
-                mask_spec = None
+                parts, num_samples = shared_batch_parts(mesh, specs), len(self.source)
+                size = chosen_batch_size(batch_size, num_samples, remainder, parts=parts, microbatches=microbatches)
+                self._order = Order(num_samples, size, remainder)
+                spec, mask_spec = self.source.sample_spec, None
                 if remainder == "pad":
-                    specs, mask_spec = split_mask(self.source.sample_spec, specs)
-                form, cut_dims = batch_spec(self.source.sample_spec, batch_size), _cut_dims(self.source)
-                plan = functools.partial(
-                    plan_load, form, mesh, specs, reads="once", cut_dims=cut_dims, microbatches=microbatches
-                )
+                    specs, mask_spec = split_mask(spec, specs)
+                cut_dims = self.source.cut_dims if isinstance(self.source, Sliced) else None
+                plan = functools.partial(plan_load, batch_spec(spec, size), mesh, specs, reads="once")
+                plan = functools.partial(plan, cut_dims=cut_dims, microbatches=microbatches, placement=placement)
                 self._plan = plan()
                 self._mask = Mask(self._plan, mesh, mask_spec) if remainder == "pad" else None
                 self.cursor = Cursor(seed)
@@ -145,7 +149,9 @@ class DataLoader:
 
     @property
     def shardings(self) -> Any:
-        """The PyTree of `NamedSharding` that batches have."""
+        """The PyTree of `NamedSharding` that batches have. **Raises:** `ArgumentError` for batches on the host."""
+        if self._plan.placement == "host":
+            raise ArgumentError("placement='host' makes NumPy arrays, which have no shardings; leave placement out")
         return self._plan.shardings if self._mask is None else {**self._plan.shardings, MASK: self._mask.sharding}
 
     @property
@@ -200,8 +206,9 @@ class DataLoader:
         end = None if self.epochs is None else (self._cursor.epoch // self.epochs + 1) * self.epochs
         self._running = own = object()
         while end is None or self._cursor.epoch < end:
-            with contextlib.closing(self._stream(end)) as batches:
-                for batch in batches:
+            self._moved = False
+            with contextlib.closing(self._stream(self._cursor, end)) as batches:
+                for self._cursor, batch in batches:
                     yield batch
                     if self._running is not own:
                         raise BraidaxError(
@@ -211,16 +218,34 @@ class DataLoader:
                     if self._moved:
                         break
 
-    def _stream(self, end: int | None) -> Generator[Any, None, None]:
-        """Yields the batches from the cursor to the epoch `end`, the coming ones in flight."""
+    def epoch(self, number: int | None = None) -> Iterator[Any]:
+        """Returns the batches of one whole epoch, from its start; the cursor stays, also of a `for` that is under way.
+
+        **Arguments:** `number`: of the epoch, from 0 on; by default the one that the cursor is in. **Raises:** as the
+        constructor says; `ArgumentError` for a number below 0.
+        """
+        start = self._order.settle(Cursor(self._cursor.seed, self._cursor.epoch if number is None else number, 0))
+        return self._pass(start)
+
+    def _pass(self, start: Cursor) -> Iterator[Any]:
+        num_closed = self._num_closed
+        with contextlib.closing(self._stream(start, start.epoch + 1)) as batches:
+            for _, batch in batches:
+                yield batch
+                if self._num_closed > num_closed:
+                    raise BraidaxError("this DataLoader was closed while an epoch() of it was under way; go on before")
+
+    def _stream(self, cursor: Cursor, end: int | None) -> Generator[tuple[Cursor, Any], None, None]:
+        """Yields the batches from a cursor to the epoch `end`, each with the cursor behind it; others are in flight."""
         knobs = self._knobs
         fetch = Fetch(self._plan, threads=self._threads, trace=self.trace, hedge_seconds=knobs.hedge_seconds)
-        rounds = None if self._group is None else self._begin(self._group, knobs.timeout_seconds)
+        rounds = None if self._group is None else self._begin(self._group, cursor, knobs.timeout_seconds)
         coming: deque[tuple[Cursor, Cursor, Batch]] = deque()
         made: deque[tuple[Cursor, Any]] = deque()  # the next one too, where devices exchange: under the step
         num_made = 2 if self._plan.reshard.members else 1
-        ahead = self._cursor
-        self._fetch, self._moved = fetch, False
+        ahead = cursor
+        self._fetch = fetch
+        self._open.append(fetch)
         try:
             while True:
                 fetch.resize(threads=self._threads, prefetch=self._prefetch, read_bytes=self._knobs.read_bytes)
@@ -239,8 +264,7 @@ class DataLoader:
                 after, arrays = made.popleft()
                 if isinstance(arrays, BraidaxError):
                     raise arrays
-                self._cursor = after
-                yield arrays
+                yield after, arrays
             if rounds is not None:
                 rounds.finish()
         except WaitTimeout:
@@ -253,11 +277,12 @@ class DataLoader:
         finally:
             if rounds is not None:
                 rounds.close()
+            self._open.remove(fetch)
             fetch.close(timeout_seconds=self._knobs.timeout_seconds)
 
-    def _begin(self, group: ProcessGroup, timeout_seconds: float) -> Rounds:
+    def _begin(self, group: ProcessGroup, cursor: Cursor, timeout_seconds: float) -> Rounds:
         replicas = None if self._checksum_every is None else Replicas(self._plan, self._checksum_every)
-        return begin(group, str(self._cursor), timeout_seconds, replicas)
+        return begin(group, str(cursor), timeout_seconds, replicas)
 
     def _made(self, fetch: Fetch, rounds: Rounds | None, cursor: Cursor, batch: Batch) -> Any:
         """Returns the batch at a cursor as the step takes it, or the error to raise in its place."""
@@ -307,6 +332,7 @@ class DataLoader:
         leaves = self._plan.leaves
         found = {
             "the number of samples": f"{self.num_samples:,}",
+            "which samples were chosen": told_rows(self.source),
             "the samples": ", ".join(f"{leaf.path} {leaf.dtype}{list(leaf.sample_shape)}" for leaf in leaves),
             "batch_size=": str(self.batch_size),
             "remainder=": remainder,
@@ -325,11 +351,11 @@ class DataLoader:
 
         **Raises:** `WaitTimeout` if a read does not end in time.
         """
-        self._running = None
+        self._running, self._fetch = None, None
+        self._num_closed += 1
         try:
-            if self._fetch is not None:
-                self._fetch.close(timeout_seconds=self._knobs.timeout_seconds)
-                self._fetch = None
+            for fetch in self._open:
+                fetch.close(timeout_seconds=self._knobs.timeout_seconds)
         finally:
             if self._given is not None:
                 self._given.close()
@@ -347,17 +373,15 @@ class DataLoader:
         )
 
 
-def _check(workers: str, **numbers: int | None) -> None:
+def _check(workers: str, placement: str, **numbers: int | None) -> None:
     none = {"epochs": "runs for ever", "microbatches": "splits nothing", "checksum_every": "compares nothing"}
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise ArgumentError(f"{name}={number!r} is not a positive integer; None {none[name]}")
+    if placement not in ("devices", "host"):
+        raise ArgumentError(f"placement={placement!r} is not 'devices' or 'host'")
     if workers not in ("threads", "processes"):
         raise ArgumentError(f"workers={workers!r} is not 'threads' or 'processes'")
-
-
-def _cut_dims(source: Source) -> Sequence[int] | None:
-    return source.cut_dims if isinstance(source, Sliced) else None
 
 
 def _like(
@@ -370,11 +394,3 @@ def _like(
     if batch_size not in (None, found):
         raise ArgumentError(f"batch_size={batch_size}, but the step of like= was compiled for {found}; leave it out")
     return specs, found
-
-
-def _default_batch_size(num_samples: int, parts: int, remainder: Remainder) -> int:
-    size = max(_DEFAULT_BATCH_SIZE // parts, 1) * parts
-    if remainder == "drop" and num_samples < size:
-        size = max(num_samples // parts, 1) * parts
-    _log.warning("DataLoader: batch_size was not given; using %d (a multiple of the %d parts of dim 0)", size, parts)
-    return size

@@ -14,9 +14,10 @@ from braidax.data.formats.arrays.arrays import from_arrays
 from braidax.data.formats.arrays.cifar import is_cifar_file
 from braidax.data.formats.arrays.indexable import IndexableSource
 from braidax.data.formats.image_folder import IMAGE_SUFFIXES
+from braidax.data.formats.readable import ReadableSource
 from braidax.data.formats.records.fields import Columns
 from braidax.data.registry import FILES, FOLDERS, Format, Look, kind_of
-from braidax.data.source import Source, is_varying, listed
+from braidax.data.source import Readable, Source, is_varying, listed
 from braidax.data.storage import Files, Ranges, Remote, open_files
 from braidax.data.storage.inflate import compression_of, inflated_head
 from braidax.data.transforms.images.decode import Decode
@@ -28,6 +29,7 @@ _HEAD_BYTES = 4096  # of a tar, up to the header of its first member, behind wha
 _WILD = "*?["
 
 Place = str | os.PathLike[str]
+Places = Place | Sequence[Place]
 
 
 def open(
@@ -59,9 +61,12 @@ def open(
     - `columns`: of a table or of records, in the order to read them, all by default; or a mapping that says what they
       hold, see `braidax.data.formats.records.fields.Columns`.
     - `cache_bytes`: of decoded row groups or batches kept in memory; 1 GiB by default.
-    - `sequence_length`, `dtype`: tokens in one sample (1024 by default) and how they are stored (`uint16` by default).
+    - `sequence_length`, `dtype`: tokens in one sample (1024 by default), and how they are stored if no header says it.
     - `delimiter`: of CSV; by default a comma, in `.tsv` files a tab.
     - `remote`: how URLs are read.
+
+    `open_tokens`, `open_csv`, `open_table` and `open_images` have the options of their format alone.
+
     - `transform`: applied after all else, to whole windows of samples `[n, ...]`; see `braidax.data.mapped`.
 
     **Returns:** the source. **Raises:** `FormatError` for a place that is missing, empty, damaged or of no known
@@ -102,26 +107,40 @@ def is_place(given: Any) -> bool:
     return isinstance(given, str | os.PathLike)
 
 
-def recognized(place: Place | Sequence[Place], remote: Remote | None) -> tuple[Format, Look]:
+def recognized(place: Places, remote: Remote | None) -> tuple[Format, Look]:
     """Returns the format of what lies at a place, and what it looks like.
 
     **Raises:** `FormatError` for a place that is missing, empty or of no known format.
     """
+    if isinstance(place, str | os.PathLike) and "://" not in str(place):
+        path = Path(place)
+        if path.is_dir():
+            return _recognize_folder(path)
+        if path.exists() and is_cifar_file(path):
+            raise FormatError(
+                f"{path}: is one file of a CIFAR download; open the folder {path.parent} instead, and choose with "
+                "split="
+            )
+    return _recognize(look_at(place, remote))
+
+
+def look_at(place: Places, remote: Remote | None) -> Look:
+    """Returns what files look like: one, several, or all of a folder. **Raises:** `FormatError` where there is none."""
     if not isinstance(place, str | os.PathLike) or "://" in str(place):
         where = str(place) if isinstance(place, str | os.PathLike) else f"{place[0]} and {len(place) - 1} more"
-        return _recognize(_look(where, open_files(place, remote=remote), remote=remote))
+        return _look(where, open_files(place, remote=remote), remote=remote)
     path = Path(place)
-    if path.is_dir():
-        return _recognize_folder(path)
-    if not path.exists():
-        if any(letter in str(place) for letter in _WILD):
-            return _recognize(_look(str(place), open_files(place)))
-        raise FormatError(f"{path}: there is no such file or folder; check the path (seen from {Path.cwd()})")
-    if is_cifar_file(path):
-        raise FormatError(
-            f"{path}: is one file of a CIFAR download; open the folder {path.parent} instead, and choose with split="
-        )
-    return _recognize(_look(str(path), open_files(path), path=path))
+    if path.is_file():
+        return _look(str(path), open_files(path), path=path)
+    if path.is_dir() and (names := _names_in(path)):
+        return _look(str(path), open_files(names))
+    if not path.exists() and any(letter in str(place) for letter in _WILD):
+        return _look(str(place), open_files(place))
+    raise FormatError(f"{path}: there is no such file or folder; check the path (seen from {Path.cwd()})")
+
+
+def _names_in(folder: Path) -> list[str]:
+    return [str(child) for child in sorted(folder.iterdir()) if child.is_file() and child.name[0] not in "._"]
 
 
 def _recognize_folder(path: Path) -> tuple[Format, Look]:
@@ -129,7 +148,7 @@ def _recognize_folder(path: Path) -> tuple[Format, Look]:
     for known in FOLDERS:
         if known.matches(look):
             return known, look
-    names = [str(child) for child in sorted(path.iterdir()) if child.is_file() and child.name[0] not in "._"]
+    names = _names_in(path)
     if names and len({kind_of(name) for name in names}) == 1:
         found = open_files(names)
         if any(found.sizes):
@@ -214,6 +233,8 @@ def _check_options(known: Format, options: Mapping[str, Any], what: Any) -> None
 def _wrap(given: Any) -> Source:
     if isinstance(given, Source):
         return given
+    if isinstance(given, Readable):
+        return ReadableSource(given)
     if isinstance(given, np.ndarray | jax.Array):
         return from_arrays({"data": given})
     if isinstance(given, Mapping):

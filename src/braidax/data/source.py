@@ -1,33 +1,69 @@
 """The contract of a source: a number of samples that can be read in any order from any thread.
 
-The functions below it are what the sources share: which dtype a leaf gets, and how rows of an array are copied into
-place under that rule.
+Below it is what wraps a source, and what all sources are cut by: some of the samples of another one, which is what a
+slice gives.
 """
 
-import contextlib
 import functools
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, SupportsIndex, cast, overload, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import xxhash
 from jaxtyping import Int64
 from numpy.typing import NDArray
 
-from braidax.errors import BraidaxError, FormatError, ReadError, RecordError
+from braidax.data.leaves import VARYING as VARYING
+from braidax.data.leaves import Indices as Indices
+from braidax.data.leaves import Which, cut_places
+from braidax.data.leaves import allocate as allocate
+from braidax.data.leaves import batch_spec as batch_spec
+from braidax.data.leaves import check_indices as check_indices
+from braidax.data.leaves import gather as gather
+from braidax.data.leaves import is_varying as is_varying
+from braidax.data.leaves import listed as listed
+from braidax.data.leaves import loader_dtype as loader_dtype
+from braidax.data.leaves import narrow as narrow
+from braidax.data.leaves import samples_of as samples_of
+from braidax.data.leaves import told_leaves as told_leaves
+from braidax.data.outages import is_outage as is_outage
+from braidax.data.outages import naming_records
+from braidax.data.sampling.permutation import Permutation
+from braidax.errors import ArgumentError
 
-Indices = NDArray[np.int64]
+_LOOK_SAMPLES, _LOOK_BYTES = 256, 1 << 22  # of a window that going through a source reads at once
 
-_NARROWED_BYTES = 1 << 18  # as stored, of the values that are narrowed at once
+
+@runtime_checkable
+class Readable(Protocol):
+    """What a class needs for `braidax.open` to make a source of its objects: as `Source` says."""
+
+    @property
+    def sample_spec(self) -> Any:
+        """The shape and dtype of every leaf."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: Any, out: Any) -> None:
+        """Reads samples into place."""
+        ...
+
+    def describe(self) -> Mapping[str, str]:
+        """Returns facts for people."""
+        ...
 
 
 @runtime_checkable
 class Source(Protocol):
     """Samples on disk or in memory, readable at random.
 
-    Anything with these members is a source; our own classes say so by inheriting. A path becomes one through
-    `braidax.open`, and so does any object with `__len__` and `__getitem__`.
+    A source of your own inherits from this class and has `sample_spec`, `__len__`, `read` and `describe`; the rest
+    follows from these. A path becomes a source through `braidax.open`, and so does any object that has these four, or
+    `__len__` and `__getitem__`.
     """
 
     @property
@@ -60,6 +96,46 @@ class Source(Protocol):
         **Arguments:** `batch_size`: samples in one global batch.
         """
         return batch_spec(self.sample_spec, batch_size)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Any: ...
+    @overload
+    def __getitem__(self, index: Which) -> "Source": ...
+    def __getitem__(self, index: SupportsIndex | Which) -> Any:
+        """Returns one sample, or a source of some of them, as NumPy does: nothing is read for a slice.
+
+        **Arguments:** `index`: a number, negative ones from the end: a PyTree like `sample_spec` of arrays and NumPy
+        scalars. A slice, indices or a mask of bools `[num_samples]`: a source. What is random in samples is as in epoch
+        0 of seed 0.
+
+        **Raises:** `IndexError` where there is no such sample; what `read` raises.
+        """
+        if isinstance(index, slice) or np.ndim(cast(Any, index)):
+            return rows_of(self, cast("Which", index))
+        try:
+            number = operator.index(cast(SupportsIndex, index))
+        except TypeError as error:
+            raise ArgumentError(
+                f"index={index!r:.80}: expected a number, a slice, integers or a mask; for one leaf of all samples use "
+                "braidax.data.select"
+            ) from error
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Returns samples by their numbers, read at once; PyTorch's loaders ask for whole batches by it."""
+        return samples_of(to_numpy(rows_of(self, indices)), len(indices))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the samples in their order, each as `source[i]` is."""
+        sample_bytes = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.sample_spec))
+        step = max(1, min(_LOOK_SAMPLES, _LOOK_BYTES // max(sample_bytes, 1)))
+        for start in range(0, len(self), step):
+            window = to_numpy(rows_of(self, slice(start, start + step)))
+            yield from samples_of(window, min(step, len(self) - start))
+
+    def __repr__(self) -> str:
+        leaves = ", ".join(f"{path} {kind}" for path, kind in told_leaves(self.sample_spec).items())
+        return f"<{type(self).__name__.lstrip('_')}: {len(self):,} samples of {leaves}>"
 
 
 @runtime_checkable
@@ -144,6 +220,12 @@ def prepare(source: Source, indices: Indices) -> None:
         cast(Prepared, source).prepare(indices)
 
 
+def prepare_slices(source: Source, indices: Indices, boxes: Sequence[Box | None]) -> None:
+    """Tells a source that can fetch parts ahead which ones will be read soon."""
+    if isinstance(source, PreparedSlices):
+        source.prepare_slices(indices, boxes)
+
+
 @functools.cache
 def _is_prepared(kind: type[Any]) -> bool:
     """Says whether a class of sources can fetch ahead; asked for every batch, and slow to find out."""
@@ -152,208 +234,148 @@ def _is_prepared(kind: type[Any]) -> bool:
 
 def read_samples(source: Source, indices: NDArray[np.int64], out: Any) -> None:
     """Reads samples into place; whatever a source raises becomes a braidax error that names the records."""
-    with _naming(source, indices):
+    with naming_records(source, indices):
         source.read(indices, out)
 
 
 def read_slices(source: Source, indices: NDArray[np.int64], boxes: Sequence[Box | None], out: Sequence[Any]) -> None:
     """Reads parts of samples into place, as `read_samples`. **Arguments:** as of `Sliced.read_slices`."""
-    with _naming(source, indices):
+    with naming_records(source, indices):
         cast(Sliced, source).read_slices(indices, boxes, out)
 
 
-@contextlib.contextmanager
-def _naming(source: Source, indices: NDArray[np.int64]) -> Generator[None]:
-    try:
-        yield
-    except BraidaxError:
-        raise
-    except Exception as error:
-        listed = [int(index) for index in indices[:8]]
-        more = f"… ({len(indices)} in all)" if len(indices) > 8 else ""
-        raised = (
-            f"source={type(source).__name__} raised {type(error).__name__}: {error}, while it read the records "
-            f"{listed}{more}"
-        )
-        if is_outage(error):
-            raise ReadError(
-                f"{raised}; that says nothing of the records: check the disk, the server, the network or the memory"
-            ) from error
-        raise RecordError(f"{raised}; mend the source, or leave these records out") from error
+@dataclass(frozen=True, eq=False, repr=False)
+class Wrapping(Source):
+    """A source with as many samples as the one inside, `source`, made into something else."""
+
+    source: Source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def at(self, seed: int | None, epoch: int) -> Source:
+        """Returns itself around the source inside as that is in an epoch."""
+        inside = source_at(self.source, seed, epoch)
+        return self if inside is self.source else replace(self, source=inside)
+
+    def prepare(self, indices: Indices) -> None:
+        """Hands on to the source inside which samples will be read soon."""
+        prepare(self.source, indices)
+
+    @property
+    def stamp(self) -> str | None:
+        """What becomes another when the samples do, as `braidax.data.Stamped`."""
+        inside, own = stamp_of(self.source), self.own_stamp
+        return None if inside is None or own is None else f"{inside}/{own}"
+
+    @property
+    def own_stamp(self) -> str | None:
+        """What becomes another when something else is made of the same samples; None: not known."""
+        return None
 
 
-_OF_THE_BYTES = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    EOFError,
-    RuntimeError,
-    AssertionError,
-)
-_DECODERS = ("PIL", "cv2", "zlib", "_lzma", "lzma", "gzip", "struct", "pickle", "_pickle", "numpy", "xml", "av")
+class WrappingSlices(Sliced):
+    """What a source hands on whose source inside can be read in part."""
+
+    source: Source
+
+    @property
+    def cut_dims(self) -> Sequence[int]:
+        """Those of the source inside."""
+        return cast(Sliced, self.source).cut_dims
 
 
-def is_outage(error: BaseException) -> bool:
-    """Says whether an error, or one that it came from, may be that of a disk, a server, a connection or the memory.
+@dataclass(frozen=True, eq=False, repr=False)
+class ChosenRows(Wrapping):
+    """Some of the samples of the source inside, in another order.
 
-    What parses bytes raises errors of the kinds that Python itself has for wrong values, or of its own library. All
-    else says nothing of the bytes: the next try may succeed.
+    `places`: their indices in it or, with a `permutation`, their positions in that order of it. So neither a slice nor
+    a random part needs memory for each sample.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        if not _is_of_the_bytes(seen):
-            return True
-        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
-    return False
+
+    places: range | NDArray[np.int64]
+    permutation: Permutation | None = None
+
+    @property
+    def sample_spec(self) -> Any:
+        return self.source.sample_spec
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def inside(self, indices: Indices) -> Indices:
+        """Returns the indices that samples have in the source inside."""
+        check_indices(indices, len(self), where=f"rows of {type(self.source).__name__}")
+        if isinstance(self.places, range):
+            found = indices * self.places.step + self.places.start
+        else:
+            found = self.places[indices]
+        return found if self.permutation is None else self.permutation(found)
+
+    def read(self, indices: Indices, out: Any) -> None:
+        self.source.read(self.inside(indices), out)
+
+    def prepare(self, indices: Indices) -> None:
+        prepare(self.source, self.inside(indices))
+
+    @property
+    def own_stamp(self) -> str | None:
+        return f"rows {self.digest()}"
+
+    def describe(self) -> Mapping[str, str]:
+        return {
+            **self.source.describe(),
+            "samples": f"{len(self):,}",
+            "rows": f"{len(self):,} of {len(self.source):,} ({self.digest()})",
+        }
+
+    def digest(self) -> str:
+        """Returns what becomes another when other samples are chosen."""
+        if isinstance(self.places, range):
+            told = f"{self.places.start}:{self.places.stop}:{self.places.step}"
+        else:
+            told = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.places).data)
+        return told if self.permutation is None else f"{told} of {self.permutation.name}"
 
 
-def _is_of_the_bytes(error: BaseException) -> bool:
-    if isinstance(error, BraidaxError):
-        return isinstance(error, RecordError | FormatError)
-    if type(error).__module__.partition(".")[0] in _DECODERS:
-        return True
-    if isinstance(error, OSError):
-        return type(error) is OSError and error.errno is None and _module_of(error) == "PIL"  # of images that are cut
-    return isinstance(error, _OF_THE_BYTES)
+class _SlicedRows(ChosenRows, WrappingSlices):
+    """Some of the samples of a source that can be read in part."""
+
+    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
+        """Reads parts of samples into place."""
+        cast(Sliced, self.source).read_slices(self.inside(indices), boxes, out)
+
+    def prepare_slices(self, indices: Indices, boxes: Sequence[Box | None]) -> None:
+        """Says that parts of samples will be read soon."""
+        prepare_slices(self.source, self.inside(indices), boxes)
 
 
-def _module_of(error: BaseException) -> str:
-    """Returns the library whose code raised an error."""
-    trace, name = error.__traceback__, ""
-    while trace is not None:
-        name, trace = str(trace.tb_frame.f_globals.get("__name__", "")), trace.tb_next
-    return name.partition(".")[0]
+def rows_of(source: Source, which: Which) -> Source:
+    """Returns a source of some of the samples of another one. **Arguments**, **Raises:** as of `Source.__getitem__`."""
+    if isinstance(source, ChosenRows):  # slices of slices stay as quick as one
+        return replace(source, places=cut_places(source.places, which))
+    return chosen_rows(source, cut_places(range(len(source)), which))
 
 
-VARYING: jax.ShapeDtypeStruct = jax.ShapeDtypeStruct((), np.dtype(object))
-"""The spec of a leaf whose size differs from sample to sample: text, bytes, a list of any length.
-
-In a window it is an object array `[n]` of `str`, `bytes` or NumPy arrays. Before a loader can load it, a transform has
-to make arrays of one shape of it: `tokenized`, `padded`, `packed`, `mapped`.
-"""
+def chosen_rows(source: Source, places: range | NDArray[np.int64], permutation: Permutation | None = None) -> Source:
+    """Returns a source of samples at places that are known to be there. **Arguments:** as of `ChosenRows`."""
+    return (_SlicedRows if isinstance(source, Sliced) else ChosenRows)(source, places, permutation)
 
 
-def is_varying(spec: Any) -> bool:
-    """Says whether a leaf's spec is that of a leaf of varying size."""
-    return np.dtype(spec.dtype) == np.dtype(object)
+def told_rows(source: Source) -> str:
+    """Returns in words which samples were chosen, in a source and in those inside it; empty where all are."""
+    inside: list[Any] = [getattr(source, "source", None), *getattr(source, "sources", ())]
+    found = [told_rows(one) for one in inside if isinstance(one, Source)]
+    own = [source.digest()] if isinstance(source, ChosenRows) else []
+    return "; ".join([*own, *filter(None, found)])
 
 
-def batch_spec(sample_spec: Any, batch_size: int) -> Any:
-    """Returns a PyTree of `jax.ShapeDtypeStruct` with the dim `batch_size` put before each leaf's shape."""
+def to_numpy(source: Source) -> Any:
+    """Reads all samples of a source, as `to_numpy(source[:16])`.
 
-    def batched(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((batch_size, *leaf.shape), leaf.dtype)
-
-    return jax.tree.map(batched, sample_spec)
-
-
-def allocate(sample_spec: Any, num_samples: int) -> Any:
-    """Returns a PyTree of uninitialized NumPy arrays `[num_samples, *sample_shape]`, as `Source.read` fills them."""
-
-    def empty(leaf: Any) -> NDArray[Any]:
-        return np.empty((num_samples, *leaf.shape), leaf.dtype)
-
-    return jax.tree.map(empty, sample_spec)
-
-
-def loader_dtype(dtype: np.dtype[Any], *, where: str, leaf: str) -> np.dtype[Any]:
-    """Returns the dtype in which a leaf is loaded: the stored one in native byte order, 64-bit numbers as 32-bit ones.
-
-    JAX computes in 32 bits and would cut 64-bit arrays down in silence; here a value that does not fit is a
-    `RecordError` (see `narrow`). With `jax_enable_x64` the 64-bit dtypes are kept.
-
-    **Arguments:** `dtype`: as stored. `where`: the file or object. `leaf`: the leaf's name.
-
-    **Raises:** `FormatError` for text, objects, dates, records and numbers wider than 64 bits.
+    **Returns:** a PyTree like `sample_spec` of arrays `[num_samples, *sample_shape]`. **Raises:** what reading does.
     """
-    numeric = dtype.kind in "biufc" or (dtype.kind == "V" and jnp.issubdtype(dtype, np.number))
-    if not numeric or dtype.itemsize > (16 if dtype.kind == "c" else 8):
-        raise FormatError(
-            f"{where}: leaf {leaf!r} has dtype {dtype}, which is no JAX dtype; expected bool, integers, floats or "
-            "complex numbers of at most 64 bits a part: store it as one of them, or leave it out"
-        )
-    return np.dtype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
-
-
-def check_indices(indices: Indices, num_samples: int, *, where: str) -> None:
-    """Raises `RecordError` when an index is not in `[0, num_samples)`."""
-    if indices.size and (indices.min() < 0 or indices.max() >= num_samples):
-        wrong = indices[(indices < 0) | (indices >= num_samples)][0]
-        raise RecordError(
-            f"{where}: there is no record {wrong}; it holds {num_samples} samples: use indices 0 to {num_samples - 1}"
-        )
-
-
-def gather(
-    array: NDArray[Any], indices: Indices, out: NDArray[Any], *, where: str, leaf: str, first_record: int = 0
-) -> None:
-    """Copies `array[indices]` into `out`, without holding the GIL where the stored dtype is the loaded one.
-
-    **Arguments:** `array`: `[num_samples, *sample_shape]`. `indices`: int64 `[n]`, already checked. `out`: C-contiguous
-    `[n, *sample_shape]` of the `loader_dtype`. `where`, `leaf`, `first_record`: for errors; the last is the number of
-    the record in `array[0]`.
-
-    **Raises:** `RecordError` as `narrow`.
-    """
-    if not array.flags.c_contiguous:
-        narrow(array[indices], out, indices + first_record, where=where, leaf=leaf)
-    elif array.dtype != out.dtype:
-        step = max(1, min(len(indices), _NARROWED_BYTES * len(out) // max(1, out.size * array.itemsize)))
-        values = np.empty((step, *array.shape[1:]), array.dtype)  # a stretch that stays in the core's cache
-        unaligned = not array.flags.aligned and array.size > 0
-        for start in range(0, len(indices), step):
-            rows, part = indices[start : start + step], out[start : start + step]
-            stored = values[: len(rows)]
-            if unaligned:
-                np.take(_bytes(array), rows, axis=0, out=_bytes(stored), mode="clip")
-            else:
-                np.take(array, rows, axis=0, out=stored, mode="clip")
-            narrow(stored, part, rows + first_record, where=where, leaf=leaf)
-    elif array.flags.aligned or not out.size:
-        np.take(array, indices, axis=0, out=out, mode="clip")
-    else:  # np.take would first make an aligned copy of the whole array; bytes are always aligned
-        np.take(_bytes(array), indices, axis=0, out=_bytes(out), mode="clip")
-
-
-def narrow(values: NDArray[Any], out: NDArray[Any], indices: Indices, *, where: str, leaf: str) -> None:
-    """Copies stored values into `out`, whose dtype `loader_dtype` gave, and checks that every one fits.
-
-    **Arguments:** `values`: `[n, *sample_shape]`. `out`: of the same shape. `indices`: int64 `[n]`, the records that
-    the rows belong to. `where`, `leaf`: names for errors.
-
-    **Raises:** `RecordError` naming the first record with a value beyond the range of `out`'s dtype.
-    """
-    if values.size and values.dtype.itemsize > out.dtype.itemsize and not _fits(values, out.dtype):
-        info = np.iinfo(out.dtype) if values.dtype.kind in "iu" else np.finfo(out.dtype)
-        parts = np.stack([np.real(values), np.imag(values)]) if values.dtype.kind == "c" else values[None]
-        misfit: NDArray[np.bool_] = np.any(np.isfinite(parts) & ((parts < info.min) | (parts > info.max)), axis=0)
-        if misfit.any():
-            row = int(np.argwhere(misfit)[0][0])
-            value = values[row][misfit[row]].flat[0]
-            raise RecordError(
-                f"{where}, record {indices[row]}: leaf {leaf!r} holds {value} ({values.dtype}), which does not fit in "
-                f"{out.dtype}; store smaller values, or keep 64 bits with jax.config.update('jax_enable_x64', True)"
-            )
-    np.copyto(out, values, casting="same_kind")
-
-
-def _fits(values: NDArray[Any], dtype: np.dtype[Any]) -> bool:
-    """Says whether the extremes of integers or floats fit; where it says no, a closer look may find that they do."""
-    if values.dtype.kind in "iu":
-        info = np.iinfo(dtype)
-        return bool(values.min() >= info.min and values.max() <= info.max)
-    if values.dtype.kind == "f":
-        limits = np.finfo(dtype)
-        return bool(np.fmin.reduce(values, axis=None) >= limits.min and np.fmax.reduce(values, axis=None) <= limits.max)
-    return False
-
-
-def listed(names: Sequence[str], *, limit: int = 8) -> str:
-    """Returns names as people read them: their number and the first few, or `"nothing"`."""
-    return f"{len(names)}: {', '.join(names[:limit])}{' …' if len(names) > limit else ''}" if names else "nothing"
-
-
-def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return array.reshape(len(array), -1).view(np.uint8)
+    out = allocate(source.sample_spec, len(source))
+    if len(source):
+        read_samples(source, np.arange(len(source), dtype=np.int64), out)
+    return out

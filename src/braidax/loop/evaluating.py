@@ -36,18 +36,16 @@ def evaluate(step: Evaluating | TestMetrics, state: Any, loader: DataLoader) -> 
     `remainder="pad"` and the loss takes means over the samples that `batch["mask"]` marks.
 
     **Arguments:** `step`: its `evaluate` gives the metrics of a batch; or a function of state and batch that does, such
-    as `step.wrap(fn)` of a decorated one. `state`: is not changed. `loader`: with `epochs=1`, at the start of an epoch;
-    `seed=None` reads in file order.
+    as `step.wrap(fn)` of a decorated one. `state`: is not changed. `loader`: all of the epoch that its cursor is in is
+    read, and the cursor stays; `seed=None` reads in file order.
+
+    **Raises:** `ArgumentError` for a loader that would drop the last samples.
     """
-    if loader.epochs != 1 or loader.cursor.position != 0:
-        raise ArgumentError(
-            f"loader has epochs={loader.epochs} and stands at {loader.cursor}; evaluate takes a loader with epochs=1 "
-            f"that stands at position=0"
-        )
+    _check_keeps_all(loader)
     metrics_of = step.evaluate if isinstance(step, Evaluating) else step
     totals: dict[str, jax.Array] = {}
     num_samples = 0
-    for batch in loader:
+    for batch in loader.epoch():
         valid = min(loader.batch_size, loader.num_samples - num_samples)
         num_samples += valid
         for name, metric in checked(metrics_of(state, batch), "test_metrics").items():
@@ -67,7 +65,20 @@ def tested_by(step: "AnyStep", test: DataLoader | None, test_metrics: TestMetric
         )
     if test is None and test_metrics is not None:
         raise ArgumentError("test_metrics is given, and test is None: give the loader of what is evaluated, too")
+    if test is not None:
+        _check_keeps_all(test)
     return step if test_metrics is None else test_metrics
+
+
+def _check_keeps_all(loader: DataLoader) -> None:
+    """Raises `ArgumentError` for a loader that drops samples, which an evaluation would not see."""
+    num_dropped = loader.num_samples - loader.batches_per_epoch * loader.batch_size
+    if num_dropped > 0:
+        raise ArgumentError(
+            f"the loader of an evaluation would drop the last {num_dropped} of its {loader.num_samples:,} samples, "
+            f"which fill no batch of batch_size={loader.batch_size}; make it with remainder='pad', and let the loss "
+            "take means over the samples that batch['mask'] marks, or with a batch_size that divides them"
+        )
 
 
 def checked(metrics: Any, what: str) -> Mapping[str, Any]:

@@ -15,11 +15,12 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 
 import braidax.data as sources
-from braidax.data.source import Source, allocate
-from braidax.errors import RecordError
+from braidax.data.source import Source, allocate, stamp_of
+from braidax.errors import ArgumentError, RecordError
 from tests.data.formats import files
 from tests.data.formats.mds.mds_files import write_mds
 from tests.data.formats.reading import assert_equal, read, spoil
@@ -62,7 +63,7 @@ def npz_deflated(path: Path) -> Source:
 
 def tokens(path: Path) -> Source:
     files.rng().integers(0, 50257, 100, dtype=np.uint16).tofile(path / "a.bin")
-    return sources.open(path / "a.bin", sequence_length=9)
+    return sources.open_tokens(path / "a.bin", "uint16", sequence_length=9)
 
 
 def cifar10_archive(path: Path) -> Source:
@@ -191,7 +192,7 @@ def npy_files(path: Path) -> Source:
 def token_files(path: Path) -> Source:
     for number in range(2):
         files.rng(number).integers(0, 50257, 50 + number, dtype=np.uint16).tofile(path / f"{number}.bin")
-    return sources.open(str(path / "*.bin"), sequence_length=9)
+    return sources.open(str(path / "*.bin"), sequence_length=9, dtype="uint16")
 
 
 def webdataset(path: Path) -> Source:
@@ -340,3 +341,73 @@ def test_describe(source: Source) -> None:
     assert next(iter(facts)) == "format"
     assert facts["samples"] == str(len(source))
     assert all(isinstance(value, str) for value in facts.values())
+
+
+def test_one_sample_many_and_all(source: Source) -> None:
+    serial = read(source)
+    assert_same_sample(source[2], serial, 2)
+    assert_same_sample(source[-1], serial, len(source) - 1)
+    with pytest.raises(IndexError, match=f"there is no sample {len(source)}"):
+        source[len(source)]
+    samples = list(source)
+    assert len(samples) == len(source)
+    for number, sample in enumerate(source.__getitems__([3, 0, 3])):
+        assert_same_sample(sample, serial, (3, 0, 3)[number])
+    for number, sample in enumerate(samples):
+        assert_same_sample(sample, serial, number)
+
+
+def test_rows_are_cut(source: Source) -> None:
+    serial, total = read(source), len(source)
+    train, test = sources.split(source, 0.6, seed=2)
+    assert len(train) == round(0.6 * total)
+    places = sources.split(sources.open({"place": np.arange(total)}), 0.6, seed=2)
+    for part, of in zip((train, test), places, strict=True):
+        assert_equal(read(part), jax.tree.map(lambda leaf, of=of: leaf[read(of)["place"]], serial))
+    assert_equal(read(source[1:5][::-2]), jax.tree.map(lambda leaf: leaf[1:5][::-2], serial))
+    assert_equal(read(sources.take(source, 3)), jax.tree.map(lambda leaf: leaf[:3], serial))
+    twice = sources.concat([source[2:], source])
+    order = np.array([total - 2, 0, total - 3, len(twice) - 1])
+    whole = jax.tree.map(lambda leaf: np.concatenate([leaf[2:], leaf]), serial)
+    assert_equal(read(twice, order.tolist()), jax.tree.map(lambda leaf: leaf[order], whole))
+    for cut in (test, twice):
+        assert cut.describe()["samples"] == str(len(cut))
+        assert (stamp_of(cut) is None) == (stamp_of(source) is None)
+    with pytest.raises(RecordError, match=f"there is no record {len(twice)}"):
+        read(twice, [len(twice)])
+
+
+def test_samples_are_kept_and_mapped(source: Source) -> None:
+    serial = read(source)
+    seen: list[Any] = []
+    answers = iter([True, False] * len(source))
+
+    def keep(window: Any) -> NDArray[np.bool_]:
+        seen.append(window)
+        return np.array([next(answers) for _ in jax.tree.leaves(window)[0]])
+
+    kept = sources.filter(source, keep, by="window")
+    assert_equal(seen[0], serial)
+    assert_equal(read(kept), jax.tree.map(lambda leaf: leaf[::2], serial))
+    mapped = sources.map(kept, lambda sample: sample)
+    if all(leaf.dtype != object for leaf in jax.tree.leaves(source.sample_spec)):
+        assert mapped.sample_spec == source.sample_spec
+    assert_equal(read(mapped), read(kept))
+
+
+def test_leaves_are_selected(case: Case, source: Source) -> None:
+    if not isinstance(source.sample_spec, dict):
+        with pytest.raises(ArgumentError, match="samples are no mappings"):
+            sources.select(source, "0")
+        return
+    serial = read(source)
+    for name in case.leaves:
+        part = sources.select(source[1:], name)
+        assert_equal(read(part, [2, 0]), {name: serial[name][[3, 1]]})
+
+
+def assert_same_sample(sample: Any, serial: Any, number: int) -> None:
+    assert jax.tree.structure(sample) == jax.tree.structure(serial)
+    for leaf, column in zip(jax.tree.leaves(sample), jax.tree.leaves(serial), strict=True):
+        assert type(leaf) is type(column[number])
+        np.testing.assert_array_equal(leaf, column[number])

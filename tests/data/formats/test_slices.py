@@ -95,7 +95,7 @@ def half(path: Path) -> Source:
 
 def tokens(path: Path) -> Source:
     values(100, dtype="u2").tofile(path / "a.bin")
-    return sources.open(path / "a.bin", sequence_length=9)
+    return sources.open_tokens(path / "a.bin", "uint16", sequence_length=9)
 
 
 def npy_paths(path: Path) -> list[Path]:
@@ -107,7 +107,7 @@ def npy_paths(path: Path) -> list[Path]:
 def token_files(path: Path, kind: type[Files]) -> Source:
     for number in range(2):
         values(50 + number, dtype="u2").tofile(path / f"{number}.bin")
-    return open_token_files(kind(sorted(path.glob("*.bin"))), sequence_length=9)
+    return open_token_files(kind(sorted(path.glob("*.bin"))), sequence_length=9, dtype="uint16")
 
 
 ARROW = ["x", "flags", "tokens", "fixed", "nested", "ragged", "text", "digest", "struct.p", "many_flags"]

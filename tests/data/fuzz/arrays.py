@@ -55,7 +55,7 @@ def _llmc(folder: Path) -> None:
 
 
 def _open_tokens(folder: Path) -> data.Source:
-    return data.open(only_file(folder), sequence_length=9)
+    return data.open(only_file(folder), sequence_length=9, dtype="uint16")
 
 
 def _read_tokens(folder: Path) -> Samples:

@@ -17,6 +17,11 @@ from braidax.data.loader import DataLoader
 from braidax.data.sampling.order import Cursor
 from braidax.data.sharding import load_sharding, reshard
 from braidax.data.sharding.load_plan import plan_load
+from braidax.data.source import to_numpy
+from braidax.data.transforms.concatenation import concat
+from braidax.data.transforms.cutting import split
+from braidax.data.transforms.filtering import filter
+from braidax.errors import CallFailed
 from braidax.gang import LocalGang
 from tests.data.jax_gang import RUN_SECONDS, Case, LeafCase, jax_gang
 from tests.data.numbered import Numbers
@@ -259,3 +264,35 @@ def test_a_cursor_goes_on_with_batches_of_another_size(gang: LocalGang) -> None:
         ((5, 0, position + 24) if position < 112 else (5, 1, 0), samples[position : position + 24])
         for position in (40, 64, 88, 112)
     ]
+
+
+def filtered(comm: Any, first: int) -> list[int]:
+    """Goes through what each process finds out to be kept: even numbers, on process 0 those that are `first` more."""
+    mesh = jax.make_mesh((NUM_DEVICES,), ("data",))
+    odd = first if comm.rank == 0 else 0
+    kept = filter(Numbers(100), lambda sample: sample["id"] % 2 == odd)
+    train, _ = split(concat([kept, Numbers(8)]), 0.8, seed=1)
+    with DataLoader(train, mesh, P("data"), batch_size=NUM_DEVICES, seed=2) as loader:
+        found: list[int] = []
+        for indices, batch in zip(loader.peek(loader.batches_per_epoch), loader, strict=True):
+            expected = to_numpy(train[indices])["id"]
+            for shard in batch["id"].addressable_shards:
+                np.testing.assert_array_equal(shard.data, expected[shard.index])
+            found += expected.tolist()
+        loader.cursor = Cursor(2, 1, 0)
+        again = [to_numpy(train[indices])["id"] for indices in loader.peek(loader.batches_per_epoch)]
+        for expected, batch in zip(again, loader.epoch(1), strict=True):
+            for shard in batch["id"].addressable_shards:
+                np.testing.assert_array_equal(shard.data, expected[shard.index])
+    return found
+
+
+def test_all_processes_find_the_same_samples(gang: LocalGang) -> None:
+    first, *others = gang.run(filtered, 0, timeout_seconds=RUN_SECONDS)
+    assert len(first) == 40
+    assert all(found == first for found in others)
+
+
+def test_processes_that_keep_others_are_told(gang: LocalGang) -> None:
+    with pytest.raises(CallFailed, match=r"differ in which samples were chosen: process 0: .*; process 1"):
+        gang.run(filtered, 1, timeout_seconds=RUN_SECONDS)

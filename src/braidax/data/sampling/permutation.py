@@ -30,6 +30,7 @@ class Permutation:
         if not 0 <= num_samples <= 1 << 62:
             raise ArgumentError(f"num_samples={num_samples} is not between 0 and 2**62")
         self.num_samples = num_samples
+        self.name = f"seed {seed}, epoch {epoch}"  # of the order, among those of as many samples
         self._identity = seed is None or num_samples < 2
         self._a = max(math.isqrt(max(num_samples - 1, 0)) + 1, 1)
         self._b = max(-(-num_samples // self._a), 1)

@@ -20,6 +20,8 @@ from braidax.data.sharding.reshard import Exchanged, Reshard
 from braidax.data.sharding.specs import resolve_shardings, stacked
 from braidax.errors import ArgumentError
 
+Placed = Literal["devices", "host"]
+
 
 class Reading(NamedTuple):
     """What one read is to bring: rows `[start, stop)`, and of each leaf which part of a sample, None for nothing."""
@@ -34,8 +36,8 @@ class LoadPlan:
     """The plan of a whole batch.
 
     **Fields:** `leaves`: in PyTree order. `structure`: of the batch. `num_bytes`: of a slot. `batch_size`: in samples.
-    `form`: whether the source is asked for whole samples, or for slices of them, leaf by leaf. `cut_dims`: as in
-    `plan_load`. `reshard`: makes the targets of load arrays.
+    `form`: whether the source is asked for whole samples, or for slices of them, leaf by leaf. `cut_dims`, `placement`:
+    as in `plan_load`. `reshard`: makes the targets of load arrays.
     """
 
     leaves: tuple[LeafPlan, ...]
@@ -45,6 +47,7 @@ class LoadPlan:
     form: Literal["samples", "slices"]
     cut_dims: tuple[int, ...] | None
     reshard: Reshard
+    placement: Placed = "devices"
 
     @property
     def shardings(self) -> Any:
@@ -99,17 +102,20 @@ class LoadPlan:
             for leaf, box in zip(self.leaves, reading.boxes, strict=True)
         ]
 
-    def arrays(self, memory: NDArray[np.uint8]) -> list[jax.Array]:
-        """Returns the filled slot as load arrays, which keep `memory` alive while they use it."""
+    def arrays(self, memory: NDArray[np.uint8]) -> list[Any]:
+        """Returns the filled slot as load arrays, which keep `memory` alive while they use it; on the host NumPy's."""
+        if self.placement == "host":
+            return [leaf.slice(memory, next(iter(leaf.slices))) for leaf in self.leaves]
         return [_load_array(leaf, memory) for leaf in self.leaves]
 
-    def batch(self, arrays: Sequence[jax.Array]) -> Any:
-        """Makes the batch of load arrays: a PyTree of global arrays with the target shardings.
+    def batch(self, arrays: Sequence[Any]) -> Any:
+        """Makes the batch of load arrays: a PyTree of global arrays with the target shardings; of NumPy's, of these.
 
         Where processes exchange what they have read this is a collective: called by all of them, on the thread that
         runs the steps, in one order.
         """
-        return jax.tree.unflatten(self.structure, self.reshard(arrays))
+        made = arrays if self.placement == "host" else self.reshard(arrays)
+        return jax.tree.unflatten(self.structure, made)
 
 
 def plan_load(
@@ -121,6 +127,7 @@ def plan_load(
     cut_dims: Sequence[int] | None = None,
     microbatches: int | None = None,
     small: Small = "again",
+    placement: Placed = "devices",
 ) -> LoadPlan:
     """Returns the load plan of a batch.
 
@@ -128,7 +135,8 @@ def plan_load(
     `PartitionSpec`s refer to. `specs`: a PyTree of `PartitionSpec` or `NamedSharding`, or a prefix of one. `reads`:
     `"held"`: every process has what its devices hold; `"once"`: nothing is had by two processes. `cut_dims`: as in
     `load_shardings`. `microbatches`: how many the arrays are to be stacks of, `[microbatches, batch, ...]`, where
-    `specs` describe one; None for arrays `[batch, ...]`. `small`: as in `load_shardings`.
+    `specs` describe one; None for arrays `[batch, ...]`. `small`: as in `load_shardings`. `placement`: `"host"` makes
+    NumPy arrays, with the mesh and specs of `host_mesh`.
 
     **Raises:** `SpecError` if specs, mesh and batch do not fit; `ArgumentError` for a dtype that JAX would truncate and
     for a batch without leaves.
@@ -161,7 +169,7 @@ def plan_load(
     reshard = Reshard([Exchanged(leaf.loading, leaf.dtype, leaf.shape, leaf.sharding) for leaf in leaves])
     batch_size = math.prod(leaves[0].outer_shape)
     depth = None if cut_dims is None else tuple(cut_dims)
-    return LoadPlan(tuple(leaves), structure, offset, batch_size, form, depth, reshard)
+    return LoadPlan(tuple(leaves), structure, offset, batch_size, form, depth, reshard, placement)
 
 
 def _differ(leaves: Sequence[LeafPlan]) -> bool:

@@ -23,6 +23,7 @@ class Mask:
     def __init__(self, plan: LoadPlan, mesh: Mesh | None, spec: Any) -> None:
         first = plan.leaves[0]
         self._shape = first.outer_shape
+        self._placement = plan.placement
         if spec is None:
             spec = NamedSharding(first.sharding.mesh, PartitionSpec(*first.sharding.spec[: len(self._shape)]))
         elif len(self._shape) > 1:
@@ -32,6 +33,8 @@ class Mask:
     def added(self, batch: Mapping[str, Any], num_valid: int) -> dict[str, Any]:
         """Returns a batch with its mask, of which the first samples are real."""
         mask = (np.arange(np.prod(self._shape)) < num_valid).reshape(self._shape)
+        if self._placement == "host":
+            return {**batch, MASK: mask}
         array = jax.make_array_from_callback(mask.shape, self.sharding, lambda index: mask[index], dtype=np.bool_)
         return {**batch, MASK: array}
 

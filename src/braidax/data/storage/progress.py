@@ -13,7 +13,7 @@ _QUIET_SECONDS = 1.0  # what takes longer shows a bar
 _REDRAW_SECONDS = 0.1
 _TELL_SECONDS = 1.0
 
-Unit = Literal["bytes", "documents", "files"]
+Unit = Literal["bytes", "documents", "files", "samples"]
 
 
 class Progress:
@@ -25,9 +25,7 @@ class Progress:
     `unit`: what is counted.
     """
 
-    def __init__(
-        self, doing: str, name: str, total: int, *, unit: Literal["bytes", "documents", "files"] = "bytes"
-    ) -> None:
+    def __init__(self, doing: str, name: str, total: int, *, unit: Unit = "bytes") -> None:
         self.stop = threading.Event()
         self._text = f"{doing} {Path(name).name}".strip()
         self._total = total

@@ -8,7 +8,7 @@ Tijdeman, "The chairman assignment problem" (Discrete Mathematics 32, 1980): in 
 import functools
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.sampling.permutation import Permutation
-from braidax.data.source import Indices, Source, allocate, check_indices, prepare, source_at, stamp_of
+from braidax.data.source import Indices, Source, allocate, check_indices, prepare, source_at, stamp_of, told_leaves
 from braidax.errors import ArgumentError
 
 _EXACT_PERIOD = 1 << 20  # the longest period of a schedule
@@ -54,7 +54,7 @@ def mix(
     for name, source in zip(names, opened, strict=True):
         if not len(source):
             raise ArgumentError(f"sources=: {name} has no samples; leave it out")
-    _check_specs(opened, names)
+    check_alike(opened, names)
     total = sum(len(source) for source in opened)
     if length is not None and not 1 <= length < 1 << 62:
         raise ArgumentError(
@@ -235,10 +235,11 @@ def _shares(weights: Sequence[Any], names: Sequence[str]) -> list[int]:
     return shares
 
 
-def _check_specs(sources: Sequence[Source], names: Sequence[str]) -> None:
-    first = _leaves(sources[0])
+def check_alike(sources: Sequence[Source], names: Sequence[str]) -> None:
+    """Raises `ArgumentError` for sources whose samples differ in structure, shape or dtype."""
+    first = told_leaves(sources[0].sample_spec)
     for source, name in zip(sources[1:], names[1:], strict=True):
-        other = _leaves(source)
+        other = told_leaves(source.sample_spec)
         for leaf in [*first, *other]:
             one, two = first.get(leaf, "missing"), other.get(leaf, "missing")
             if one != two:
@@ -251,11 +252,3 @@ def _check_specs(sources: Sequence[Source], names: Sequence[str]) -> None:
                 f"sources=: samples are {jax.tree.structure(sources[0].sample_spec)} in {names[0]}, but "
                 f"{jax.tree.structure(source.sample_spec)} in {name}; make them alike with transform="
             )
-
-
-def _leaves(source: Source) -> dict[str, str]:
-    paths: Iterable[tuple[Any, Any]] = jax.tree_util.tree_leaves_with_path(source.sample_spec)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): f"{np.dtype(leaf.dtype)}{list(leaf.shape)}"
-        for path, leaf in paths
-    }

@@ -9,49 +9,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.source import Indices, Sliced, Source, prepare, source_at, stamp_of
+from braidax.data.source import Source, source_at
+from braidax.data.source import Wrapping as Wrapping
+from braidax.data.source import WrappingSlices as WrappingSlices
 from braidax.errors import ArgumentError
-
-
-@dataclass(frozen=True, eq=False)
-class Wrapping(Source):
-    """A source with as many samples as the one inside, `source`, made into something else."""
-
-    source: Source
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def at(self, seed: int | None, epoch: int) -> Source:
-        """Returns itself around the source inside as that is in an epoch."""
-        inside = source_at(self.source, seed, epoch)
-        return self if inside is self.source else replace(self, source=inside)
-
-    def prepare(self, indices: Indices) -> None:
-        """Hands on to the source inside which samples will be read soon."""
-        prepare(self.source, indices)
-
-    @property
-    def stamp(self) -> str | None:
-        """What becomes another when the samples do, as `braidax.data.Stamped`."""
-        inside, own = stamp_of(self.source), self.own_stamp
-        return None if inside is None or own is None else f"{inside}/{own}"
-
-    @property
-    def own_stamp(self) -> str | None:
-        """What becomes another when something else is made of the same samples; None: not known."""
-        return None
-
-
-class WrappingSlices(Sliced):
-    """What a source hands on whose source inside can be read in part."""
-
-    source: Source
-
-    @property
-    def cut_dims(self) -> Sequence[int]:
-        """Those of the source inside."""
-        return cast(Sliced, self.source).cut_dims
 
 
 @dataclass(frozen=True, eq=False)

@@ -163,7 +163,7 @@ def test_one_file_of_a_download(tmp_path: Path, write: Callable[[], dict[str, by
 
 def test_a_token_file_of_the_same_name(tmp_path: Path) -> None:
     np.arange(2048, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    assert len(sources.open(tmp_path / "train.bin")) == 2
+    assert len(sources.open(tmp_path / "train.bin", dtype="uint16")) == 2
 
 
 def test_a_folder_without_the_names_of_its_classes_is_no_folder_of_tokens(tmp_path: Path) -> None:
@@ -184,13 +184,16 @@ def test_records_of_images_are_no_tokens(tmp_path: Path, write: Callable[[], dic
             sources.open(where)
     for name in content:
         (folder / name).rename(folder / f"of-{name}")
-    assert sources.open(folder, sequence_length=7).sample_spec["tokens"].shape == (7,)
+    assert sources.open_tokens(folder, "uint16", sequence_length=7).sample_spec["tokens"].shape == (7,)
 
 
 @pytest.mark.parametrize("label", [20, 255])
 def test_tokens_of_the_name_and_the_size_of_images(tmp_path: Path, label: int) -> None:
     (tmp_path / "train.bin").write_bytes(bytes(3074) + bytes([label, 0]) * 1537)
-    assert read(sources.open(tmp_path / "train.bin", sequence_length=1537))["tokens"][1].tolist() == [label] * 1537
+    assert (
+        read(sources.open(tmp_path / "train.bin", sequence_length=1537, dtype="uint16"))["tokens"][1].tolist()
+        == [label] * 1537
+    )
 
 
 @pytest.mark.parametrize("mode", ["w:xz", "w:bz2"])

@@ -93,22 +93,23 @@ def test_tokens_of_several_files(tmp_path: Path, kind: Any) -> None:
     for number, size in enumerate((10, 2, 7)):
         paths.append(tmp_path / f"{number}.bin")
         (np.arange(size) + 100 * number).astype("<u2").tofile(paths[-1])
-    source = open_token_files(kind(paths), sequence_length=3)
+    source = open_token_files(kind(paths), sequence_length=3, dtype="<u2")
     expected = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [200, 201, 202], [203, 204, 205]]
     assert read(source)["tokens"].tolist() == expected
     assert read(source, [4, 0])["tokens"].tolist() == [expected[4], expected[0]]
     assert source.describe()["tokens"] == ("19, of which 4 at the ends of the files are not used (sequence_length=3)")
     with pytest.raises(ArgumentError, match="sequence_length=0"):
-        open_token_files(kind(paths), sequence_length=0)
+        open_token_files(kind(paths), sequence_length=0, dtype="<u2")
     with pytest.raises(FormatError, match="no file of 3 holds as many tokens of uint16 as one sample of"):
-        open_token_files(kind(paths), sequence_length=11)
+        open_token_files(kind(paths), sequence_length=11, dtype="<u2")
 
 
 def test_tokens_of_different_dtypes(tmp_path: Path) -> None:
     header = np.zeros(256, "<i4")
     header[:3] = 20240801, 7, 4
     (tmp_path / "1.bin").write_bytes(header.tobytes() + np.arange(4, dtype="<u4").tobytes())
-    np.arange(8, dtype="<u2").tofile(tmp_path / "0.bin")
+    header[:3] = 20240520, 1, 8
+    (tmp_path / "0.bin").write_bytes(header.tobytes() + np.arange(8, dtype="<u2").tobytes())
     with pytest.raises(FormatError, match=r"1\.bin: holds tokens of uint32, expected uint16 as in .*0\.bin"):
         open_token_files(LocalFiles([tmp_path / "0.bin", tmp_path / "1.bin"]), sequence_length=2)
     source = open_token_files(LocalFiles([tmp_path / "1.bin"]), sequence_length=2)

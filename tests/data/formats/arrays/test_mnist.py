@@ -58,7 +58,7 @@ def test_idx_named_as_tokens_are(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(data)
     assert read(sources.open(tmp_path / "a.bin"))["data"].tolist() == list(range(8))
     (tmp_path / "b.bin").write_bytes(data + bytes(4))
-    assert sources.open(tmp_path / "b.bin", sequence_length=4).sample_spec["tokens"].dtype == np.uint16
+    assert sources.open(tmp_path / "b.bin", sequence_length=4, dtype="uint16").sample_spec["tokens"].dtype == np.uint16
 
 
 def test_a_wrong_split(tmp_path: Path) -> None:

@@ -19,14 +19,14 @@ def header(magic: int, version: int, num_tokens: int) -> bytes:
 @pytest.mark.parametrize("name", ["train.bin", "a.tokens"])
 def test_sequences_do_not_overlap(tmp_path: Path, name: str) -> None:
     np.arange(25, dtype=np.uint16).tofile(tmp_path / name)
-    source = sources.open(tmp_path / name, sequence_length=6)
+    source = sources.open_tokens(tmp_path / name, np.uint16, sequence_length=6)
     assert_equal(read(source), {"tokens": np.arange(24, dtype=np.uint16).reshape(4, 6)})
     assert source.describe()["tokens"] == "25, of which the last 1 are not used (sequence_length=6)"
 
 
 def test_defaults(tmp_path: Path) -> None:
     np.zeros(2049, np.uint16).tofile(tmp_path / "a.bin")
-    source = sources.open(tmp_path / "a.bin")
+    source = sources.open_tokens(tmp_path / "a.bin", "uint16")
     assert (len(source), source.sample_spec["tokens"].shape) == (2, (1024,))
 
 
@@ -49,9 +49,25 @@ def test_header_of_llm_c(tmp_path: Path, magic: int, version: int, dtype: Any, n
 @pytest.mark.parametrize(
     ("content", "options", "kind", "message"),
     [
-        (bytes(7), {}, FormatError, "a.bin: 7 bytes, of which 0 are a header, are no whole number of uint16 tokens"),
+        (
+            bytes(8),
+            {},
+            ArgumentError,
+            "holds tokens without a header, and nothing tells how they are stored; expected",
+        ),
+        (
+            bytes(7),
+            {"dtype": "uint16"},
+            FormatError,
+            "a.bin: 7 bytes, of which 0 are a header, are no whole number of uint16",
+        ),
         (bytes(6), {"dtype": "uint32"}, FormatError, "are no whole number of uint32 tokens of 4 bytes"),
-        (bytes(8), {"sequence_length": 5}, FormatError, "holds 4 tokens of uint16, fewer than one sample of"),
+        (
+            bytes(8),
+            {"sequence_length": 5, "dtype": "uint16"},
+            FormatError,
+            "holds 4 tokens of uint16, fewer than one",
+        ),
         (bytes(8), {"sequence_length": 0}, ArgumentError, "sequence_length=0: expected at least 1"),
         (bytes(8), {"dtype": "float32"}, ArgumentError, "dtype='float32': expected an integer dtype"),
         (bytes(8), {"dtype": "uint17"}, ArgumentError, "dtype='uint17':"),

@@ -169,7 +169,7 @@ def open_tokens(path: Path, *, sequence_length: int = 1024, dtype: DTypeLike | N
     """Opens a file of token ids as samples `{"tokens": [sequence_length]}`.
 
     **Arguments:** `sequence_length`: tokens in one sample; what is left at the end of the file is not used, and
-    `describe` says how much. `dtype`: of the stored ids; by default what the header says, `uint16` without one.
+    `describe` says how much. `dtype`: of the stored ids; by default what the header says.
 
     **Raises:** `ArgumentError` for options that cannot work; `FormatError` for a file whose size does not fit.
     """
@@ -260,7 +260,12 @@ def _stored_dtype(name: str, head: bytes, dtype: DTypeLike | None) -> np.dtype[A
     if asked is not None and asked.kind not in "iu":
         raise ArgumentError(f"dtype={dtype!r}: expected an integer dtype such as 'uint16', tokens are ids")
     if not has_header(head):
-        return np.dtype("<u2") if asked is None else asked
+        if asked is None:
+            raise ArgumentError(
+                f"{name}: holds tokens without a header, and nothing tells how they are stored; expected a dtype: "
+                f"braidax.data.open_tokens({name!r}, dtype='uint16'), for one"
+            )
+        return asked
     if len(head) < 12:
         raise FormatError(f"{name}: truncated inside the header of {HEADER_BYTES} bytes; copy it again")
     magic, version = int.from_bytes(head[:4], "little"), int.from_bytes(head[4:8], "little")

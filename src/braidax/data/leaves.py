@@ -1,0 +1,187 @@
+"""What samples share: which dtype a leaf gets, how rows of an array are copied into place under it, what is cut out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.errors import ArgumentError, FormatError, RecordError
+
+Indices = NDArray[np.int64]
+
+_NARROWED_BYTES = 1 << 18  # as stored, of the values that are narrowed at once
+
+Which = slice | Sequence[int] | NDArray[Any]
+"""Which samples of a source: a slice, their indices, or a mask with a bool for each."""
+
+VARYING: jax.ShapeDtypeStruct = jax.ShapeDtypeStruct((), np.dtype(object))
+"""The spec of a leaf whose size differs from sample to sample: text, bytes, a list of any length.
+
+In a window it is an object array `[n]` of `str`, `bytes` or NumPy arrays. Before a loader can load it, a transform has
+to make arrays of one shape of it: `tokenized`, `padded`, `packed`, `mapped`.
+"""
+
+
+def is_varying(spec: Any) -> bool:
+    """Says whether a leaf's spec is that of a leaf of varying size."""
+    return np.dtype(spec.dtype) == np.dtype(object)
+
+
+def batch_spec(sample_spec: Any, batch_size: int) -> Any:
+    """Returns a PyTree of `jax.ShapeDtypeStruct` with the dim `batch_size` put before each leaf's shape."""
+
+    def batched(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch_size, *leaf.shape), leaf.dtype)
+
+    return jax.tree.map(batched, sample_spec)
+
+
+def allocate(sample_spec: Any, num_samples: int) -> Any:
+    """Returns a PyTree of uninitialized NumPy arrays `[num_samples, *sample_shape]`, as `Source.read` fills them."""
+
+    def empty(leaf: Any) -> NDArray[Any]:
+        return np.empty((num_samples, *leaf.shape), leaf.dtype)
+
+    return jax.tree.map(empty, sample_spec)
+
+
+def loader_dtype(dtype: np.dtype[Any], *, where: str, leaf: str) -> np.dtype[Any]:
+    """Returns the dtype in which a leaf is loaded: the stored one in native byte order, 64-bit numbers as 32-bit ones.
+
+    JAX computes in 32 bits and would cut 64-bit arrays down in silence; here a value that does not fit is a
+    `RecordError` (see `narrow`). With `jax_enable_x64` the 64-bit dtypes are kept.
+
+    **Arguments:** `dtype`: as stored. `where`: the file or object. `leaf`: the leaf's name.
+
+    **Raises:** `FormatError` for text, objects, dates, records and numbers wider than 64 bits.
+    """
+    numeric = dtype.kind in "biufc" or (dtype.kind == "V" and jnp.issubdtype(dtype, np.number))
+    if not numeric or dtype.itemsize > (16 if dtype.kind == "c" else 8):
+        raise FormatError(
+            f"{where}: leaf {leaf!r} has dtype {dtype}, which is no JAX dtype; expected bool, integers, floats or "
+            "complex numbers of at most 64 bits a part: store it as one of them, or leave it out"
+        )
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
+
+
+def check_indices(indices: Indices, num_samples: int, *, where: str) -> None:
+    """Raises `RecordError` when an index is not in `[0, num_samples)`."""
+    if indices.size and (indices.min() < 0 or indices.max() >= num_samples):
+        wrong = indices[(indices < 0) | (indices >= num_samples)][0]
+        raise RecordError(
+            f"{where}: there is no record {wrong}; it holds {num_samples} samples: use indices 0 to {num_samples - 1}"
+        )
+
+
+def gather(
+    array: NDArray[Any], indices: Indices, out: NDArray[Any], *, where: str, leaf: str, first_record: int = 0
+) -> None:
+    """Copies `array[indices]` into `out`, without holding the GIL where the stored dtype is the loaded one.
+
+    **Arguments:** `array`: `[num_samples, *sample_shape]`. `indices`: int64 `[n]`, already checked. `out`: C-contiguous
+    `[n, *sample_shape]` of the `loader_dtype`. `where`, `leaf`, `first_record`: for errors; the last is the number of
+    the record in `array[0]`.
+
+    **Raises:** `RecordError` as `narrow`.
+    """
+    if not array.flags.c_contiguous:
+        narrow(array[indices], out, indices + first_record, where=where, leaf=leaf)
+    elif array.dtype != out.dtype:
+        step = max(1, min(len(indices), _NARROWED_BYTES * len(out) // max(1, out.size * array.itemsize)))
+        values = np.empty((step, *array.shape[1:]), array.dtype)  # a stretch that stays in the core's cache
+        unaligned = not array.flags.aligned and array.size > 0
+        for start in range(0, len(indices), step):
+            rows, part = indices[start : start + step], out[start : start + step]
+            stored = values[: len(rows)]
+            if unaligned:
+                np.take(_bytes(array), rows, axis=0, out=_bytes(stored), mode="clip")
+            else:
+                np.take(array, rows, axis=0, out=stored, mode="clip")
+            narrow(stored, part, rows + first_record, where=where, leaf=leaf)
+    elif array.flags.aligned or not out.size:
+        np.take(array, indices, axis=0, out=out, mode="clip")
+    else:  # np.take would first make an aligned copy of the whole array; bytes are always aligned
+        np.take(_bytes(array), indices, axis=0, out=_bytes(out), mode="clip")
+
+
+def narrow(values: NDArray[Any], out: NDArray[Any], indices: Indices, *, where: str, leaf: str) -> None:
+    """Copies stored values into `out`, whose dtype `loader_dtype` gave, and checks that every one fits.
+
+    **Arguments:** `values`: `[n, *sample_shape]`. `out`: of the same shape. `indices`: int64 `[n]`, the records that
+    the rows belong to. `where`, `leaf`: names for errors.
+
+    **Raises:** `RecordError` naming the first record with a value beyond the range of `out`'s dtype.
+    """
+    if values.size and values.dtype.itemsize > out.dtype.itemsize and not _fits(values, out.dtype):
+        info = np.iinfo(out.dtype) if values.dtype.kind in "iu" else np.finfo(out.dtype)
+        parts = np.stack([np.real(values), np.imag(values)]) if values.dtype.kind == "c" else values[None]
+        misfit: NDArray[np.bool_] = np.any(np.isfinite(parts) & ((parts < info.min) | (parts > info.max)), axis=0)
+        if misfit.any():
+            row = int(np.argwhere(misfit)[0][0])
+            value = values[row][misfit[row]].flat[0]
+            raise RecordError(
+                f"{where}, record {indices[row]}: leaf {leaf!r} holds {value} ({values.dtype}), which does not fit in "
+                f"{out.dtype}; store smaller values, or keep 64 bits with jax.config.update('jax_enable_x64', True)"
+            )
+    np.copyto(out, values, casting="same_kind")
+
+
+def _fits(values: NDArray[Any], dtype: np.dtype[Any]) -> bool:
+    """Says whether the extremes of integers or floats fit; where it says no, a closer look may find that they do."""
+    if values.dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return bool(values.min() >= info.min and values.max() <= info.max)
+    if values.dtype.kind == "f":
+        limits = np.finfo(dtype)
+        return bool(np.fmin.reduce(values, axis=None) >= limits.min and np.fmax.reduce(values, axis=None) <= limits.max)
+    return False
+
+
+def listed(names: Sequence[str], *, limit: int = 8) -> str:
+    """Returns names as people read them: their number and the first few, or `"nothing"`."""
+    return f"{len(names)}: {', '.join(names[:limit])}{' …' if len(names) > limit else ''}" if names else "nothing"
+
+
+def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return array.reshape(len(array), -1).view(np.uint8)
+
+
+def samples_of(window: Any, num_samples: int) -> list[Any]:
+    """Returns the samples of a window one by one."""
+    leaves, structure = jax.tree.flatten(window)
+    return [jax.tree.unflatten(structure, [leaf[row] for leaf in leaves]) for row in range(num_samples)]
+
+
+def told_leaves(sample_spec: Any) -> dict[str, str]:
+    """Returns dtype and shape of each leaf in words, by its path."""
+    paths: Any = jax.tree_util.tree_leaves_with_path(sample_spec)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): f"{np.dtype(leaf.dtype)}{list(leaf.shape)}"
+        for path, leaf in paths
+    }
+
+
+def cut_places(places: range | NDArray[np.int64], which: Which) -> range | NDArray[np.int64]:
+    """Returns some of the places of samples. **Arguments**, **Raises:** as of `Source.__getitem__`."""
+    if isinstance(which, slice):
+        return places[which]
+    wanted = np.asarray(which)
+    if wanted.dtype == np.bool_ and wanted.shape == (len(places),):
+        wanted = np.flatnonzero(wanted)
+    if not wanted.size:
+        wanted = wanted.astype(np.int64)
+    if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
+        raise ArgumentError(
+            f"index is an array of {wanted.dtype}{list(wanted.shape)}; expected a number, a slice, integers [n], or a "
+            f"mask of bools [{len(places)}], as many as there are samples"
+        )
+    wrong = wanted[(wanted < -len(places)) | (wanted >= len(places))]
+    if wrong.size:
+        raise IndexError(
+            f"there is no sample {wrong[0]}: the source has {len(places):,}, from 0 or, backward, from -1 on"
+        )
+    wanted = np.where(wanted < 0, wanted + len(places), wanted).astype(np.int64)
+    return wanted * places.step + places.start if isinstance(places, range) else places[wanted]
