@@ -135,11 +135,7 @@ def parallelize(
             )
         over, roles = loss_fn, optimizer
         check_strategies(over, roles)
-        if stages_axis(roles) is not None:
-            raise ArgumentError(
-                "strategies has a Pipeline, and a decorated step is not cut into stages: give the loss itself, "
-                "bx.parallelize(loss_fn, optimizer, mesh, strategies, init=…, batch=…)"
-            )
+        _check_decorator(roles, servers)
         _check_microbatches(microbatches)
         options = {"microbatches": microbatches, "compiler_options": compiler_options, "rules": rules}
         return partial(TrainStep, mesh=over, strategies=roles, batch=batch, **options)
@@ -163,6 +159,21 @@ def parallelize(
         check_mesh(plan, mesh)
         check_devices(plan, mesh)
     return given.step(plan) if stages_axis(strategies) is None else given.pipelined_step(plan)
+
+
+def _check_decorator(strategies: Mapping[str, Strategy], servers: Any) -> None:
+    """Raises `ArgumentError` for what a decorated step, which keeps its whole state itself, cannot have."""
+    loss_itself = "give the loss itself, bx.parallelize(loss_fn, optimizer, mesh, strategies, init=…, batch=…)"
+    if stages_axis(strategies) is not None:
+        raise ArgumentError(f"strategies has a Pipeline, and a decorated step is not cut into stages: {loss_itself}")
+    if parameter_servers(strategies) is not None:
+        raise ArgumentError(
+            f"strategies has ParameterServers, and a decorated step keeps its variables in its own state: {loss_itself}"
+        )
+    if servers is not None:
+        raise ArgumentError(
+            f"servers was given, and a decorated step keeps its variables in its own state: {loss_itself}"
+        )
 
 
 @dataclass(frozen=True)

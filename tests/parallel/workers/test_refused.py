@@ -54,6 +54,31 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_a_decorated_step_has_no_parameter_servers() -> None:
+    with pytest.raises(
+        ArgumentError, match="strategies has ParameterServers, and a decorated step keeps its variables"
+    ):
+        bx.parallelize(jax.make_mesh((1,), ("data",)), {"data": PS})
+    with pytest.raises(ArgumentError, match="servers was given, and a decorated step keeps its variables in its own"):
+        bx.parallelize(  # pyright: ignore[reportCallIssue]
+            jax.make_mesh((1,), ("data",)), {"data": bx.DataParallel()}, servers=MEETING
+        )
+
+
+def test_a_pipeline_has_no_parameter_servers() -> None:
+    with pytest.raises(
+        ArgumentError, match="on servers, and a Pipeline, which does not take them yet: expected Hybrid"
+    ):
+        bx.parallelize(
+            loss,
+            optax.sgd(0.1),
+            jax.make_mesh((1, 1), ("data", "stage")),
+            {"data": PS, "stage": bx.Pipeline()},
+            init=init,
+            batch=spec(BATCH),
+        )
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused(name: str, unchecked: None) -> None:
     given, words = REFUSED[name]
