@@ -15,6 +15,9 @@ from braidax.tune.control.limits import Limits as Limits
 from braidax.tune.control.limits import Priority as Priority
 from braidax.tune.control.limits import limits_of as limits_of
 from braidax.tune.control.tuner import Tuner as Tuner
+from braidax.tune.search.cluster import Cluster as Cluster
+from braidax.tune.search.finding import Found as Found
+from braidax.tune.search.finding import plan as plan
 from braidax.tune.trials.climbing import Climb as Climb
 from braidax.tune.trials.climbing import Setting as Setting
 from braidax.tune.trials.climbing import Trial as Trial
