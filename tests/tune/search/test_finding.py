@@ -1,5 +1,7 @@
 """A search on the devices that are here, and for some that are not."""
 
+from typing import Any
+
 import jax
 import optax
 import pytest
@@ -12,7 +14,7 @@ from tests.parallel.dense.models import MODELS
 from tests.parallel.models import specs
 
 MODEL = MODELS["gpt"]
-GIVEN = {"init": MODEL.init, "batch": specs(MODEL.batch(0))}
+GIVEN: dict[str, Any] = {"init": MODEL.init, "batch": specs(MODEL.batch(0))}
 FAR = Cluster(4096, 4e14, Link(1e11, 5e-6), between=Link(1e10, 2e-5), devices_per_host=8)
 
 
@@ -53,4 +55,4 @@ def test_limits_that_cannot_be_met_name_the_nearest() -> None:
 @pytest.mark.parametrize("name", ["measure", "memory_bytes"])
 def test_numbers_that_are_none_are_refused(name: str) -> None:
     with pytest.raises(ArgumentError, match=f"{name}=0: expected"):
-        plan(MODEL.loss, optax.adam(1e-3), **GIVEN, **{name: 0})
+        plan(MODEL.loss, optax.adam(1e-3), **{**GIVEN, name: 0})

@@ -79,8 +79,9 @@ def test_the_fastest_that_fits_wins_and_says_why() -> None:
 
 @pytest.mark.parametrize("name", ["devices", "batch_size"])
 def test_no_devices_and_no_samples_are_refused(name: str) -> None:
+    sizes = {"devices": 4, "batch_size": 8, name: 0}
     with pytest.raises(ArgumentError, match=f"{name}=0: expected a whole number of at least 1"):
-        candidates(**{"devices": 4, "batch_size": 8, name: 0})
+        candidates(sizes["devices"], sizes["batch_size"])
 
 
 def test_a_cluster_survives_json_and_refuses_what_is_none() -> None:

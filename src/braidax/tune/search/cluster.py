@@ -44,7 +44,9 @@ class Cluster:
         """Returns the cluster that `to_json` has written. **Raises:** `ArgumentError` when `text` is none."""
         try:
             tree: dict[str, Any] = json.loads(text)
-            links = {name: Link(**tree[name]) for name in ("inside", "between") if tree.get(name) is not None}
+            links: dict[str, Any] = {
+                name: Link(**tree[name]) for name in ("inside", "between") if tree.get(name) is not None
+            }
             return cls(**{**tree, **links})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ArgumentError):

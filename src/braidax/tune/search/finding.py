@@ -106,6 +106,7 @@ def plan(
     cluster: Cluster | None = None,
     memory_bytes: int | None = None,
     measure: int = 3,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Found:
     """Searches for the mesh and the strategies with which a loss trains fastest.
 
@@ -114,7 +115,7 @@ def plan(
 
     **Arguments:** `loss_fn`, `optimizer`, `init`, `batch`: as of `parallelize`. `cluster`: devices that need not be
     here, of which nothing is run; None: those that are, which are measured. `memory_bytes`: of a device, at most.
-    `measure`: how many candidates are compiled and run here, 1 or more.
+    `measure`: how many candidates are compiled and run here, 1 or more. `devices`: of those here; None: all.
 
     **Returns:** the winner and all others; `print` shows them. **Raises:** `ArgumentError` when a limit cannot be met.
     """
@@ -124,14 +125,15 @@ def plan(
         raise ArgumentError(f"memory_bytes={memory_bytes}: expected a size in bytes, such as 16 << 30")
     given = {"init": init, "batch": specs_of(batch)}
     alone = _alone(loss_fn, optimizer, given)
+    used = [*(jax.devices() if devices is None else devices)]
     work, is_here = workload(alone, loss_fn, optimizer, given), cluster is None
-    cluster = _here(alone, work, given["batch"]) if cluster is None else cluster
+    cluster = _here(alone, work, given["batch"], used) if cluster is None else cluster
     if memory_bytes is not None:
         cluster = replace(cluster, memory_bytes=memory_bytes)
     ranked = rank(candidates(cluster.devices, jax.tree.leaves(given["batch"])[0].shape[0]), work, cluster)
     if not is_here:
         return Found(ranked, (), ranked.order[0])
-    tried = [_compiled(loss_fn, optimizer, given, ranked, at, cluster.memory_bytes) for at in ranked.order[:measure]]
+    tried = [_compiled(loss_fn, optimizer, given, ranked, at, (cluster, used)) for at in ranked.order[:measure]]
     ready = [one for one in tried if one.fits]
     if not ready:
         why = "; ".join(f"{ranked.name(one.at)}: {one.why}" for one in tried)
@@ -166,10 +168,9 @@ def workload(
     return Workload(flops, own, state, activations, summed, max(1, len(alone.plan.variables)), frozen)
 
 
-def _here(alone: Step, work: Workload, batch: Any) -> Cluster:
+def _here(alone: Step, work: Workload, batch: Any, devices: Sequence[jax.Device]) -> Cluster:
     """Measures the devices that are here: links, and the rate at which one computes this loss beside all others."""
-    devices = jax.devices()
-    all_of_them = measure_machine(jax.make_mesh((len(devices),), ("data",)))
+    all_of_them = measure_machine(jax.make_mesh((len(devices),), ("data",), devices=devices))
     one = measure_machine(alone.mesh)
     (seconds,) = _medians([alone], batch)
     rate = work.flops / seconds * all_of_them.flops_per_second / one.flops_per_second
@@ -182,17 +183,18 @@ def _compiled(
     given: dict[str, Any],
     ranked: Ranked,
     at: int,
-    memory_bytes: int | None,
+    on: tuple[Cluster, Sequence[jax.Device]],
 ) -> Tried:
+    cluster, devices = on
     axes, strategies = ranked.many.mesh(at), ranked.many.strategies(at)
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
     try:
         pieces = int(ranked.many.microbatches[at])
         step = parallelize(loss_fn, optimizer, mesh, strategies, microbatches=pieces, **given)
         peak = step.compile_for("here").peak_bytes
     except (ArgumentError, SpecError) as error:
         return Tried(at, None, why=f"refused: {error}")
-    fits = memory_bytes is None or peak <= memory_bytes
+    fits = cluster.memory_bytes is None or peak <= cluster.memory_bytes
     return Tried(at, step, peak, fits, why="" if fits else "too large when compiled")
 
 
