@@ -185,7 +185,7 @@ def _plan(
 
         if mesh or strategy or target or measure or json:
             raise typer.BadParameter(
-                "it says mesh and strategies itself, as a table; leave out --mesh, --strategy, --target, --measure, --json",
+                "it says mesh and strategies itself; leave out --mesh, --strategy, --target, --measure, --json",
                 param_hint="--search",
             )
         made = make_task(task, Path("runs") / task, path=data, preset=preset, image_size=image_size)

@@ -54,5 +54,6 @@ def test_limits_that_cannot_be_met_name_the_nearest() -> None:
 
 @pytest.mark.parametrize("name", ["measure", "memory_bytes"])
 def test_numbers_that_are_none_are_refused(name: str) -> None:
+    options: dict[str, Any] = {**GIVEN, name: 0}
     with pytest.raises(ArgumentError, match=f"{name}=0: expected"):
-        plan(MODEL.loss, optax.adam(1e-3), **{**GIVEN, name: 0})
+        plan(MODEL.loss, optax.adam(1e-3), **options)

@@ -56,7 +56,13 @@ def test_all_meshes_are_there_once(devices: int) -> None:
     assert len(set(rows)) == len(rows)
     assert (many.sizes.prod(1) == devices).all()
     meshes = {tuple(size) for size in many.sizes.tolist()}
-    triples = [(a, b, c) for a in range(1, 9) for b in range(1, 9) for c in range(1, 9) if a * b * c == devices]
+    triples = [
+        (a, b, c)
+        for a in range(1, 9)
+        for b in range(1, 9)
+        for c in range(1, 9)
+        if a * b * c == devices and not (a == 1 < b or b == 1 < c)
+    ]
     assert meshes == set(triples)
     parts = np.where(many.kinds == TENSOR, 1, many.sizes).prod(1)
     assert (48 % (parts * many.microbatches) == 0).all()

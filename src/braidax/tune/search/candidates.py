@@ -9,7 +9,7 @@ import numpy as np
 from braidax.errors import ArgumentError
 from braidax.parallel import DataParallel, FullySharded, RotatedTensorParallel, Strategy, TensorParallel
 
-AXES = ("replica", "data", "model")
+AXES = ("data", "model", "inner")
 """The axes of a mesh, the outermost first."""
 
 NAMES = ("data", "fully_sharded", "rotated", "tensor")
@@ -64,6 +64,8 @@ def candidates(devices: int, batch_size: int, axes: Sequence[str] = AXES) -> Can
             raise ArgumentError(f"{name}={value}: expected a whole number of at least 1")
     sizes, kinds, pieces = list[tuple[int, ...]](), list[tuple[int, ...]](), list[int]()
     for mesh in factorizations(devices, len(axes)):
+        if any(one == 1 < two for one, two in itertools.pairwise(mesh)):
+            continue  # the same, by other names
         for roles in itertools.product(*(range(4) if size > 1 else (UNUSED,) for size in mesh)):
             if roles.count(ROTATED) > 1 or roles.count(TENSOR) > 1:
                 continue

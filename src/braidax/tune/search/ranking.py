@@ -58,7 +58,7 @@ def rank(many: Candidates, work: Workload, cluster: Cluster) -> Ranked:
     fits = np.ones(len(many.sizes), bool)
     if cluster.memory_bytes is not None:
         fits = predicted.memory_bytes <= cluster.memory_bytes
-    order = np.lexsort((predicted.memory_bytes, predicted.sent_bytes, predicted.seconds))
+    order = np.lexsort((predicted.memory_bytes, many.microbatches, predicted.sent_bytes, predicted.seconds))
     ranked = Ranked(many, predicted, tuple(order[fits[order]].tolist()), int((~fits).sum()))
     if not ranked.order:
         least = int(np.argmin(predicted.memory_bytes))
