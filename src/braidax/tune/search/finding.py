@@ -124,13 +124,16 @@ def plan(
     if memory_bytes is not None and memory_bytes < 1:
         raise ArgumentError(f"memory_bytes={memory_bytes}: expected a size in bytes, such as 16 << 30")
     given = {"init": init, "batch": specs_of(batch)}
-    alone = _alone(loss_fn, optimizer, given)
+    alone = _alone(loss_fn, optimizer, given, 1)
     used = [*(jax.devices() if devices is None else devices)]
     work, is_here = workload(alone, loss_fn, optimizer, given), cluster is None
-    cluster = _here(alone, work, given["batch"], used) if cluster is None else cluster
+    num_samples = jax.tree.leaves(given["batch"])[0].shape[0]
+    if cluster is None:
+        pieces = next((count for count in (4, 2) if num_samples % count == 0), 1)
+        cluster = _here(alone, _alone(loss_fn, optimizer, given, pieces), pieces, work, given["batch"], used)
     if memory_bytes is not None:
         cluster = replace(cluster, memory_bytes=memory_bytes)
-    ranked = rank(candidates(cluster.devices, jax.tree.leaves(given["batch"])[0].shape[0]), work, cluster)
+    ranked = rank(candidates(cluster.devices, num_samples), work, cluster)
     if not is_here:
         return Found(ranked, (), ranked.order[0])
     tried = [_compiled(loss_fn, optimizer, given, ranked, at, (cluster, used)) for at in ranked.order[:measure]]
@@ -142,9 +145,11 @@ def plan(
     return Found(ranked, tuple(tried), tried[0].at)
 
 
-def _alone(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation, given: dict[str, Any]) -> Step:
+def _alone(
+    loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation, given: dict[str, Any], pieces: int
+) -> Step:
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-    return parallelize(loss_fn, optimizer, mesh, {"data": DataParallel()}, **given)
+    return parallelize(loss_fn, optimizer, mesh, {"data": DataParallel()}, microbatches=pieces, **given)
 
 
 def workload(
@@ -168,13 +173,14 @@ def workload(
     return Workload(flops, own, state, activations, summed, max(1, len(alone.plan.variables)), frozen)
 
 
-def _here(alone: Step, work: Workload, batch: Any, devices: Sequence[jax.Device]) -> Cluster:
+def _here(alone: Step, cut: Step, pieces: int, work: Workload, batch: Any, devices: Sequence[jax.Device]) -> Cluster:
     """Measures the devices that are here: links, and the rate at which one computes this loss beside all others."""
     all_of_them = measure_machine(jax.make_mesh((len(devices),), ("data",), devices=devices))
     one = measure_machine(alone.mesh)
-    (seconds,) = _medians([alone], batch)
+    seconds, longer = _medians([alone, cut], batch)
+    each = max(0.0, longer - seconds) / max(1, pieces - 1)
     rate = work.flops / seconds * all_of_them.flops_per_second / one.flops_per_second
-    return Cluster(len(devices), max(rate, 1.0), all_of_them.collective("data"))
+    return Cluster(len(devices), max(rate, 1.0), all_of_them.collective("data"), step_seconds=each)
 
 
 def _compiled(
