@@ -6,13 +6,14 @@ disk that slows down. `tuning_cost`: a run with a tuner and without.
 
 import jax
 
-from benchmarks.balance import adapting, injecting
+from benchmarks.balance import adapting, injecting, predicting
 from benchmarks.harness import Report, arguments, run, say
 
 CASES = {
     "attribution": injecting.measure,
     "adapt": adapting.measure_adapt,
     "tuning_cost": adapting.measure_cost,
+    "plans": predicting.measure_plans,
 }
 
 

@@ -41,7 +41,10 @@ _GRACE_HELP = "That processes may take to save and end when all are stopped."
 _ON_ERROR_HELP = "Skip bad records, 100 at most, and list them in OUT/skipped.jsonl."
 _TARGET_HELP = "Compile it for a machine that need not be here, such as h100:8 or v5e:4x4; or for what is here."
 _MEASURE_HELP = "Measure what the devices here compute and send; rotated and fully_sharded axes choose by that."
-_MEMORY_HELP = "GB of a device that variables may take, with --measure."
+_MEMORY_HELP = "GB of a device that variables may take, with --measure; all of a step, with --search."
+_SEARCH_HELP = "Search for the mesh and the strategies with which a step is shortest."
+_CLUSTER_HELP = "With --search: a JSON file that says what devices compute and send that are not here."
+_TRIES_HELP = "With --search: how many candidates are compiled and run here."
 _EVERY_HELP = "Steps between checkpoints."
 _TUNE_HELP = "Turn knobs while it trains, for speed or safe; checkpoints are as far apart as that asks for."
 _PATH_HELP = "Samples: a file, folder, pattern or URL; checkpoints: a folder; or machine, where there is no such path."
@@ -168,6 +171,10 @@ def _plan(
     target: Annotated[str | None, typer.Option(help=_TARGET_HELP)] = None,
     measure: Annotated[bool, typer.Option("--measure", help=_MEASURE_HELP)] = False,
     memory_gb: Annotated[float | None, typer.Option(min=0, help=_MEMORY_HELP)] = None,
+    search: Annotated[bool, typer.Option("--search", help=_SEARCH_HELP)] = False,
+    devices: Annotated[int | None, typer.Option(min=1, help="With --search: how many, of those here.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help=_CLUSTER_HELP)] = None,
+    tries: Annotated[int, typer.Option(min=1, help=_TRIES_HELP)] = 3,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show what becomes of each variable of a task, and why; of the model nothing is computed."""
@@ -178,16 +185,28 @@ def _plan(
     from braidax.cli.tasks import make_task
     from braidax.cli.train import devices_of, made_step
 
-    devices = devices_of(mesh, strategy)
-    check_target(devices.strategies, target)
-    check_measured(devices, memory_gb, measure=measure, target=target)
+    if search:
+        from braidax.cli.search import Search
+        from braidax.cli.search import search as find
+
+        if mesh or strategy or target or measure or json:
+            raise typer.BadParameter(
+                "it says mesh and strategies itself; leave out --mesh, --strategy, --target, --measure, --json",
+                param_hint="--search",
+            )
+        made = make_task(task, Path("runs") / task, path=data, preset=preset, image_size=image_size)
+        find(made, batch_size, Search(devices, cluster, memory_gb, tries))
+        return
+    on = devices_of(mesh, strategy)
+    check_target(on.strategies, target)
+    check_measured(on, memory_gb, measure=measure, target=target)
     made = make_task(task, Path("runs") / task, path=data, preset=preset, image_size=image_size)
     if target is not None:
-        devices = replace(devices, mesh=mesh_for(target, devices.mesh))
+        on = replace(on, mesh=mesh_for(target, on.mesh))
     if measure:
-        devices, machine = measured(devices, memory_gb)
+        on, machine = measured(on, memory_gb)
         typer.echo(f"{machine}\n", err=json)
-    with made_step(made, devices, batch_size=batch_size or made.batch_size, num_steps=1) as step:
+    with made_step(made, on, batch_size=batch_size or made.batch_size, num_steps=1) as step:
         if target is None:
             typer.echo(step.plan.to_json() if json else str(step.plan))
         else:

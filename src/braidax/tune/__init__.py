@@ -1,38 +1,125 @@
 """How overlaps interfere, and which mix of them is best: measured, planned, and controlled while a run goes on."""
 
-from braidax.tune.attribution import LANES as LANES
-from braidax.tune.attribution import Attribution as Attribution
-from braidax.tune.attribution import Lane as Lane
-from braidax.tune.attribution import StepTime as StepTime
-from braidax.tune.attribution import TracePart as TracePart
-from braidax.tune.attribution import attribute as attribute
-from braidax.tune.attribution import gather_traces as gather_traces
-from braidax.tune.attribution import merge_traces as merge_traces
-from braidax.tune.calibration.calibrate import calibrate as calibrate
-from braidax.tune.calibration.identity import Identity as Identity
-from braidax.tune.calibration.rates import Calibration as Calibration
-from braidax.tune.calibration.rates import Copies as Copies
-from braidax.tune.calibration.rates import Cores as Cores
-from braidax.tune.calibration.rates import Disk as Disk
-from braidax.tune.control.diary import Diary as Diary
-from braidax.tune.control.diary import Entry as Entry
-from braidax.tune.control.limits import PRIORITIES as PRIORITIES
-from braidax.tune.control.limits import Limits as Limits
-from braidax.tune.control.limits import Priority as Priority
-from braidax.tune.control.limits import limits_of as limits_of
-from braidax.tune.control.tuner import Tuner as Tuner
-from braidax.tune.knobs.live import LiveKnob as LiveKnob
-from braidax.tune.knobs.live import apply_knobs as apply_knobs
-from braidax.tune.knobs.live import controllers_paused as controllers_paused
-from braidax.tune.knobs.live import hot_knobs as hot_knobs
-from braidax.tune.knobs.live import read_knobs as read_knobs
-from braidax.tune.knobs.rebuilding import checkpointer_options as checkpointer_options
-from braidax.tune.knobs.rebuilding import fit_options as fit_options
-from braidax.tune.knobs.rebuilding import loader_options as loader_options
-from braidax.tune.knobs.rebuilding import parallelize_options as parallelize_options
-from braidax.tune.trials.climbing import Climb as Climb
-from braidax.tune.trials.climbing import Setting as Setting
-from braidax.tune.trials.climbing import Trial as Trial
-from braidax.tune.trials.climbing import climb as climb
-from braidax.tune.trials.running import Course as Course
-from braidax.tune.trials.running import try_settings as try_settings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from braidax.tune.attribution import (
+        LANES,
+        Attribution,
+        Lane,
+        StepTime,
+        TracePart,
+        attribute,
+        gather_traces,
+        merge_traces,
+    )
+    from braidax.tune.calibration.calibrate import calibrate
+    from braidax.tune.calibration.identity import Identity
+    from braidax.tune.calibration.rates import Calibration, Copies, Cores, Disk
+    from braidax.tune.control.diary import Diary, Entry
+    from braidax.tune.control.limits import PRIORITIES, Limits, Priority, limits_of
+    from braidax.tune.control.tuner import Tuner
+    from braidax.tune.knobs.live import LiveKnob, apply_knobs, controllers_paused, hot_knobs, read_knobs
+    from braidax.tune.knobs.rebuilding import checkpointer_options, fit_options, loader_options, parallelize_options
+    from braidax.tune.search.cluster import Cluster
+    from braidax.tune.search.finding import Found, plan
+    from braidax.tune.trials.climbing import Climb, Setting, Trial, climb
+    from braidax.tune.trials.running import Course, try_settings
+
+__all__ = [
+    "LANES",
+    "PRIORITIES",
+    "Attribution",
+    "Calibration",
+    "Climb",
+    "Cluster",
+    "Copies",
+    "Cores",
+    "Course",
+    "Diary",
+    "Disk",
+    "Entry",
+    "Found",
+    "Identity",
+    "Lane",
+    "Limits",
+    "LiveKnob",
+    "Priority",
+    "Setting",
+    "StepTime",
+    "TracePart",
+    "Trial",
+    "Tuner",
+    "apply_knobs",
+    "attribute",
+    "calibrate",
+    "checkpointer_options",
+    "climb",
+    "controllers_paused",
+    "fit_options",
+    "gather_traces",
+    "hot_knobs",
+    "limits_of",
+    "loader_options",
+    "merge_traces",
+    "parallelize_options",
+    "plan",
+    "read_knobs",
+    "try_settings",
+]
+
+# All of it is imported at its first use: a run that is not tuned needs none.
+_HOMES = {
+    "LANES": "attribution",
+    "Attribution": "attribution",
+    "Lane": "attribution",
+    "StepTime": "attribution",
+    "TracePart": "attribution",
+    "attribute": "attribution",
+    "gather_traces": "attribution",
+    "merge_traces": "attribution",
+    "calibrate": "calibration.calibrate",
+    "Identity": "calibration.identity",
+    "Calibration": "calibration.rates",
+    "Copies": "calibration.rates",
+    "Cores": "calibration.rates",
+    "Disk": "calibration.rates",
+    "Diary": "control.diary",
+    "Entry": "control.diary",
+    "PRIORITIES": "control.limits",
+    "Limits": "control.limits",
+    "Priority": "control.limits",
+    "limits_of": "control.limits",
+    "Tuner": "control.tuner",
+    "LiveKnob": "knobs.live",
+    "apply_knobs": "knobs.live",
+    "controllers_paused": "knobs.live",
+    "hot_knobs": "knobs.live",
+    "read_knobs": "knobs.live",
+    "checkpointer_options": "knobs.rebuilding",
+    "fit_options": "knobs.rebuilding",
+    "loader_options": "knobs.rebuilding",
+    "parallelize_options": "knobs.rebuilding",
+    "Cluster": "search.cluster",
+    "Found": "search.finding",
+    "plan": "search.finding",
+    "Climb": "trials.climbing",
+    "Setting": "trials.climbing",
+    "Trial": "trials.climbing",
+    "climb": "trials.climbing",
+    "Course": "trials.running",
+    "try_settings": "trials.running",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'braidax.tune' has no attribute {name!r}")
+    value = getattr(import_module(f"braidax.tune.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

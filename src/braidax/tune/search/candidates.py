@@ -1,0 +1,81 @@
+"""Candidates: every way to lay devices out along axes, and what each axis may be for."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from braidax.errors import ArgumentError
+from braidax.parallel import DataParallel, FullySharded, RotatedTensorParallel, Strategy, TensorParallel
+
+AXES = ("data", "model", "inner")
+"""The axes of a mesh, the outermost first."""
+
+NAMES = ("data", "fully_sharded", "rotated", "tensor")
+"""What an axis may be for; a candidate holds places in this."""
+
+DATA, FULLY_SHARDED, ROTATED, TENSOR = range(4)
+UNUSED = -1
+_MAKE = (DataParallel, FullySharded, RotatedTensorParallel, TensorParallel)
+
+
+class Candidates(NamedTuple):
+    """Many candidates, one a row.
+
+    **Fields:** `sizes`: int `[n, axes]`. `kinds`: int `[n, axes]`, places in `NAMES`, -1 for an axis of one device.
+    `microbatches`: int `[n]`. `axes`: their names.
+    """
+
+    sizes: Any
+    kinds: Any
+    microbatches: Any
+    axes: tuple[str, ...]
+
+    def mesh(self, at: int) -> dict[str, int]:
+        """Returns the axes that a candidate uses; one of one device where it uses none."""
+        found = {name: int(size) for name, size in zip(self.axes, self.sizes[at], strict=True) if size > 1}
+        return found or {"data": 1}
+
+    def strategies(self, at: int) -> dict[str, Strategy]:
+        """Returns what each of these is for."""
+        kinds = zip(self.axes, self.kinds[at], strict=True)
+        found: dict[str, Strategy] = {name: _MAKE[int(kind)]() for name, kind in kinds if kind != UNUSED}
+        return found or {"data": DataParallel()}
+
+
+def factorizations(count: int, num_axes: int) -> list[tuple[int, ...]]:
+    """Returns all ways to write a count as an ordered product."""
+    if num_axes == 1:
+        return [(count,)]
+    divisors = [size for size in range(1, count + 1) if count % size == 0]
+    return [(size, *rest) for size in divisors for rest in factorizations(count // size, num_axes - 1)]
+
+
+def candidates(devices: int, batch_size: int, axes: Sequence[str] = AXES) -> Candidates:
+    """Returns every candidate that divides a batch evenly.
+
+    One axis at most is a ring, and one at most tensor parallel; microbatches are powers of two.
+
+    **Raises:** `ArgumentError` for no devices, and no samples.
+    """
+    for name, value in (("devices", devices), ("batch_size", batch_size)):
+        if value < 1:
+            raise ArgumentError(f"{name}={value}: expected a whole number of at least 1")
+    sizes, kinds, pieces = list[tuple[int, ...]](), list[tuple[int, ...]](), list[int]()
+    for mesh in factorizations(devices, len(axes)):
+        if any(one == 1 < two for one, two in itertools.pairwise(mesh)):
+            continue  # the same, by other names
+        for roles in itertools.product(*(range(4) if size > 1 else (UNUSED,) for size in mesh)):
+            if roles.count(ROTATED) > 1 or roles.count(TENSOR) > 1:
+                continue
+            parts = 1
+            for size, role in zip(mesh, roles, strict=True):
+                parts *= 1 if role == TENSOR else size
+            microbatches = 1
+            while batch_size % (parts * microbatches) == 0:
+                sizes.append(mesh)
+                kinds.append(roles)
+                pieces.append(microbatches)
+                microbatches *= 2
+    return Candidates(np.array(sizes), np.array(kinds), np.array(pieces), tuple(axes))

@@ -1,0 +1,54 @@
+"""A cluster as the search sees it: how many devices, what each computes, and what lies between them."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from braidax.errors import ArgumentError
+from braidax.parallel import Link
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices that need not be here.
+
+    **Arguments:** `devices`: how many. `flops_per_second`: of one, in products of matrices. `inside`: the link between
+    devices of a host. `between`: that of one device to another host; None: as `inside`. `devices_per_host`: None: all.
+    `memory_bytes`: of a device, if that limits. `step_seconds`: that a step takes besides, each microbatch.
+
+    **Raises:** `ArgumentError` for what is no such number.
+    """
+
+    devices: int
+    flops_per_second: float
+    inside: Link
+    between: Link | None = None
+    devices_per_host: int | None = None
+    memory_bytes: int | None = None
+    step_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "flops_per_second", "devices_per_host", "memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ArgumentError(f"{name}={value}: expected a positive number, such as 8")
+        if self.step_seconds < 0:
+            raise ArgumentError(f"step_seconds={self.step_seconds}: expected 0 or more, such as 1e-3")
+
+    def to_json(self) -> str:
+        """Returns the figures as one JSON object."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Cluster":
+        """Returns the cluster that `to_json` has written. **Raises:** `ArgumentError` when `text` is none."""
+        try:
+            tree: dict[str, Any] = json.loads(text)
+            links: dict[str, Any] = {
+                name: Link(**tree[name]) for name in ("inside", "between") if tree.get(name) is not None
+            }
+            return cls(**{**tree, **links})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, ArgumentError):
+                raise
+            raise ArgumentError(f"text is no cluster ({error!r}): expected what Cluster.to_json returns") from error

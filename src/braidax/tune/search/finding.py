@@ -1,0 +1,225 @@
+"""`plan`: the search for a mesh and strategies, of a loss as it is written for one device."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from braidax.errors import ArgumentError, SpecError
+from braidax.parallel import DataParallel, Plan, Step, Strategy, measure_machine, parallelize
+from braidax.parallel.given.initial import trace_init, traced_loss
+from braidax.parallel.given.loss import Loss
+from braidax.parallel.plan.costs.between import between_of
+from braidax.parallel.plan.costs.machine import in_time, scaled
+from braidax.parallel.plan.text import table
+from braidax.parallel.rows.read_rows import ReadRows
+from braidax.program import cost_of, specs_of
+
+from .candidates import candidates
+from .cluster import Cluster
+from .predicting import Workload
+from .ranking import Ranked, rank
+
+_SHOWN, _WARM, _ROUNDS = 10, 2, 5
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate that was compiled here.
+
+    **Fields:** `at`: its place. `step`; None where it cannot be built, and `why` says why. `memory_bytes`: of a device,
+    by the compiler. `fits`: whether that is in the limit. `seconds`: the median of a step that was run.
+    """
+
+    at: int
+    step: Step | None
+    memory_bytes: int | None = None
+    fits: bool = False
+    seconds: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    **Fields:** `ranked`: all candidates. `tried`: those that were compiled, the fastest first. `at`: the place of the
+    winner. `plan`: the winner's, where it was compiled; `parallelize(…, mesh, strategies, plan=found.plan)` takes it.
+    """
+
+    ranked: Ranked
+    tried: tuple[Tried, ...]
+    at: int
+
+    @property
+    def plan(self) -> Plan | None:
+        """The winner's plan; None for a cluster that is not here."""
+        return next((one.step.plan for one in self.tried if one.at == self.at and one.step is not None), None)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The winner's mesh: sizes by name."""
+        return self.ranked.many.mesh(self.at)
+
+    @property
+    def strategies(self) -> dict[str, Strategy]:
+        """What each axis of it is for."""
+        return self.ranked.many.strategies(self.at)
+
+    @property
+    def microbatches(self) -> int:
+        """The winner's."""
+        return int(self.ranked.many.microbatches[self.at])
+
+    def __str__(self) -> str:
+        """A table of candidates, and why the winner won."""
+        rows: list[tuple[str, ...]] = [("candidate", "predicted", "memory", "sent", "measured", "compiled", "verdict")]
+        seen = [one.at for one in self.tried]
+        for at in [*seen, *(at for at in self.ranked.order if at not in seen)][:_SHOWN]:
+            one = next((one for one in self.tried if one.at == at), None)
+            measured = "" if one is None or one.seconds is None else in_time(one.seconds)
+            compiled = "" if one is None or one.memory_bytes is None else scaled(one.memory_bytes, "B")
+            verdict = "wins" if at == self.at else "" if one is None else one.why
+            rows.append((*self.ranked.told(at), measured, compiled, verdict))
+        total = f"{len(self.ranked.many.sizes):,} candidates, of which {self.ranked.num_refused:,} need too much memory"
+        return "\n".join([total, *table(rows, right=[1, 2, 3, 4, 5]), f"why  {self._why()}"])
+
+    def _why(self) -> str:
+        timed = sorted((one.seconds, one.at) for one in self.tried if one.seconds is not None)
+        if len(timed) > 1:
+            faster = 100 * (timed[1][0] / timed[0][0] - 1)
+            return f"measured {faster:.3g} % faster than {self.ranked.name(timed[1][1])}"
+        return self.ranked.why() if self.at == self.ranked.order[0] else "the fastest of those that fit when compiled"
+
+
+def plan(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    init: Callable[..., Any],
+    batch: Any,
+    cluster: Cluster | None = None,
+    memory_bytes: int | None = None,
+    measure: int = 3,
+    devices: Sequence[jax.Device] | None = None,
+) -> Found:
+    """Searches for the mesh and the strategies with which a loss trains fastest.
+
+    All meshes × strategies × microbatches are priced by a model. Where the devices are here, the best are compiled,
+    which says their memory exactly, and those that fit are run, in turns.
+
+    **Arguments:** `loss_fn`, `optimizer`, `init`, `batch`: as of `parallelize`. `cluster`: devices that need not be
+    here, of which nothing is run; None: those that are, which are measured. `memory_bytes`: of a device, at most.
+    `measure`: how many candidates are compiled and run here, 1 or more. `devices`: of those here; None: all.
+
+    **Returns:** the winner and all others; `print` shows them. **Raises:** `ArgumentError` when a limit cannot be met.
+    """
+    if measure < 1:
+        raise ArgumentError(f"measure={measure}: expected how many candidates are compiled and run, 1 or more")
+    if memory_bytes is not None and memory_bytes < 1:
+        raise ArgumentError(f"memory_bytes={memory_bytes}: expected a size in bytes, such as 16 << 30")
+    given = {"init": init, "batch": specs_of(batch)}
+    alone = _alone(loss_fn, optimizer, given, 1)
+    used = [*(jax.devices() if devices is None else devices)]
+    work, is_here = workload(alone, loss_fn, optimizer, given), cluster is None
+    num_samples = jax.tree.leaves(given["batch"])[0].shape[0]
+    if cluster is None:
+        pieces = next((count for count in (4, 2) if num_samples % count == 0), 1)
+        cluster = _here(alone, _alone(loss_fn, optimizer, given, pieces), pieces, work, given["batch"], used)
+    if memory_bytes is not None:
+        cluster = replace(cluster, memory_bytes=memory_bytes)
+    ranked = rank(candidates(cluster.devices, num_samples), work, cluster)
+    if not is_here:
+        return Found(ranked, (), ranked.order[0])
+    tried = [_compiled(loss_fn, optimizer, given, ranked, at, (cluster, used)) for at in ranked.order[:measure]]
+    ready = [one for one in tried if one.fits]
+    if not ready:
+        why = "; ".join(f"{ranked.name(one.at)}: {one.why}" for one in tried)
+        raise ArgumentError(f"measure={measure}: none of these could be run ({why}): give a larger number")
+    tried = [*_timed(ready, given["batch"]), *(one for one in tried if not one.fits)]
+    return Found(ranked, tuple(tried), tried[0].at)
+
+
+def _alone(
+    loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation, given: dict[str, Any], pieces: int
+) -> Step:
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    return parallelize(loss_fn, optimizer, mesh, {"data": DataParallel()}, microbatches=pieces, **given)
+
+
+def workload(
+    alone: Step, loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation, given: dict[str, Any]
+) -> Workload:
+    """Traces a loss and compiles its gradients for one device, and returns them in numbers.
+
+    A backward pass has twice the operations of the forward pass.
+
+    **Arguments:** `alone`: the step of one device. `given`: `init` and `batch` of `parallelize`.
+    """
+    born = trace_init(given["init"], Loss(loss_fn))
+    program = traced_loss(Loss(loss_fn), born.out_specs, given["batch"], 1, alone.mesh)
+    model = ReadRows(program, optimizer, {}, 1, frozenset()).model(1, ())
+    summed = 2 * sum(between_of(model, root).summed for root in model.dims.groups)
+    flops = 3 * cost_of(program.closed.jaxpr).flops
+    own = sum(one.num_bytes for one in alone.plan.variables)
+    state = sum(one.costs.state_bytes or 0 for one in alone.plan.variables)
+    frozen = sum(one.num_bytes for one in alone.plan.variables if one.frozen)
+    activations = max(0, alone.compile_for("here").peak_bytes - 2 * own + frozen - state)
+    return Workload(flops, own, state, activations, summed, max(1, len(alone.plan.variables)), frozen)
+
+
+def _here(alone: Step, cut: Step, pieces: int, work: Workload, batch: Any, devices: Sequence[jax.Device]) -> Cluster:
+    """Measures the devices that are here: links, and the rate at which one computes this loss beside all others."""
+    all_of_them = measure_machine(jax.make_mesh((len(devices),), ("data",), devices=devices))
+    one = measure_machine(alone.mesh)
+    seconds, longer = _medians([alone, cut], batch)
+    each = max(0.0, longer - seconds) / max(1, pieces - 1)
+    rate = work.flops / seconds * all_of_them.flops_per_second / one.flops_per_second
+    return Cluster(len(devices), max(rate, 1.0), all_of_them.collective("data"), step_seconds=each)
+
+
+def _compiled(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    given: dict[str, Any],
+    ranked: Ranked,
+    at: int,
+    on: tuple[Cluster, Sequence[jax.Device]],
+) -> Tried:
+    cluster, devices = on
+    axes, strategies = ranked.many.mesh(at), ranked.many.strategies(at)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
+    try:
+        pieces = int(ranked.many.microbatches[at])
+        step = parallelize(loss_fn, optimizer, mesh, strategies, microbatches=pieces, **given)
+        peak = step.compile_for("here").peak_bytes
+    except (ArgumentError, SpecError) as error:
+        return Tried(at, None, why=f"refused: {error}")
+    fits = cluster.memory_bytes is None or peak <= cluster.memory_bytes
+    return Tried(at, step, peak, fits, why="" if fits else "too large when compiled")
+
+
+def _timed(ready: Sequence[Tried], batch: Any) -> list[Tried]:
+    """Runs candidates in turns, and returns them with their seconds, the fastest first."""
+    seconds = _medians([one.step for one in ready if one.step is not None], batch)
+    timed = [replace(one, seconds=taken) for one, taken in zip(ready, seconds, strict=True)]
+    return sorted(timed, key=lambda one: one.seconds or 0.0)
+
+
+def _medians(steps: Sequence[Step], batch: Any) -> list[float]:
+    """Runs steps in turns on a batch of zeros. **Returns:** the median of each, in seconds."""
+    zeros = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), batch)
+    states = [step.init(jax.random.key(0)) for step in steps]
+    taken: list[list[float]] = [[] for _ in steps]
+    for turn in range(_WARM + _ROUNDS):
+        for place, step in enumerate(steps):
+            start = time.perf_counter()
+            states[place], _ = jax.block_until_ready(step.update(states[place], zeros))
+            if turn >= _WARM:
+                taken[place].append(time.perf_counter() - start)
+    return [statistics.median(one) for one in taken]

@@ -1,0 +1,59 @@
+"""A search on the devices that are here, and for some that are not."""
+
+from typing import Any
+
+import jax
+import optax
+import pytest
+
+import braidax as bx
+from braidax.errors import ArgumentError
+from braidax.parallel import Link, parallelize
+from braidax.tune import Cluster, Found, plan
+from tests.parallel.dense.models import MODELS
+from tests.parallel.models import specs
+
+MODEL = MODELS["gpt"]
+GIVEN: dict[str, Any] = {"init": MODEL.init, "batch": specs(MODEL.batch(0))}
+FAR = Cluster(4096, 4e14, Link(1e11, 5e-6), between=Link(1e10, 2e-5), devices_per_host=8)
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return plan(MODEL.loss, optax.adam(1e-3), measure=2, **GIVEN)
+
+
+def test_the_winner_is_the_fastest_that_was_measured_and_trains(found: Found) -> None:
+    timed = [one.seconds for one in found.tried if one.seconds is not None]
+    assert timed == sorted(timed)
+    assert found.at == found.tried[0].at
+    assert found.plan is not None
+    mesh = jax.make_mesh(tuple(found.axes.values()), tuple(found.axes))
+    step = parallelize(MODEL.loss, optax.adam(1e-3), mesh, found.strategies, plan=found.plan, **GIVEN)
+    _, metrics = step.update(step.init(jax.random.key(0)), MODEL.batch(0))
+    assert float(metrics["loss"]) > 0
+
+
+def test_it_prints_a_table(found: Found) -> None:
+    lines = str(found).splitlines()
+    assert lines[0] == f"{len(found.ranked.many.sizes):,} candidates, of which 0 need too much memory"
+    assert lines[1].split()[:2] == ["candidate", "predicted"]
+    assert sum("wins" in line for line in lines) == 1
+
+
+def test_devices_that_are_not_here_are_not_compiled() -> None:
+    far = plan(MODEL.loss, optax.adam(1e-3), cluster=FAR, **GIVEN)
+    assert (far.tried, far.plan) == ((), None)
+    assert bx.tune.Cluster is Cluster
+
+
+def test_limits_that_cannot_be_met_name_the_nearest() -> None:
+    with pytest.raises(ArgumentError, match=r"memory_bytes=10: it binds, .* the nearest, .* needs"):
+        plan(MODEL.loss, optax.adam(1e-3), cluster=FAR, memory_bytes=10, **GIVEN)
+
+
+@pytest.mark.parametrize("name", ["measure", "memory_bytes"])
+def test_numbers_that_are_none_are_refused(name: str) -> None:
+    options: dict[str, Any] = {**GIVEN, name: 0}
+    with pytest.raises(ArgumentError, match=f"{name}=0: expected"):
+        plan(MODEL.loss, optax.adam(1e-3), **options)

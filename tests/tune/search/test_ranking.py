@@ -1,0 +1,99 @@
+"""What the model says of small cases is what one computes by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from braidax.errors import ArgumentError
+from braidax.parallel import Link
+from braidax.tune.search.candidates import DATA, FULLY_SHARDED, ROTATED, TENSOR, UNUSED, Candidates, candidates
+from braidax.tune.search.cluster import Cluster
+from braidax.tune.search.predicting import Workload, predict
+from braidax.tune.search.ranking import rank
+
+WORK = Workload(flops=8e9, variable_bytes=800, state_bytes=1600, activation_bytes=6400, summed_bytes=320)
+LINK = Link(100.0, 0.5, 0.0)
+
+
+def one(sizes: tuple[int, ...], kinds: tuple[int, ...], microbatches: int = 1) -> Candidates:
+    return Candidates(np.array([sizes]), np.array([kinds]), np.array([microbatches]), ("data", "model"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds", "microbatches", "seconds", "memory", "sent"),
+    [
+        ((1, 1), (UNUSED, UNUSED), 1, 8.0, 3200 + 6400, 0),
+        ((4, 1), (DATA, UNUSED), 1, 2 + 12 + 1, 3200 + 1600, 1200),
+        ((4, 1), (FULLY_SHARDED, UNUSED), 2, 2 + 36 + 3, 800 + 800, 3600),
+        ((1, 4), (UNUSED, ROTATED), 1, 2 + 18 + 4.5, 800 + 1600, 1800),
+        ((1, 4), (UNUSED, TENSOR), 1, 2 + 2.4 + 2, 800 + 1600, 240),
+        ((2, 2), (DATA, FULLY_SHARDED), 1, 2 + 4 + 1 + 12 + 1.5, 1600 + 1600, 400 + 1200),
+    ],
+)
+def test_a_case_by_hand(
+    sizes: tuple[int, ...], kinds: tuple[int, ...], microbatches: int, seconds: float, memory: float, sent: float
+) -> None:
+    found = predict(one(sizes, kinds, microbatches), WORK, Cluster(math.prod(sizes), 1e9, LINK))
+    assert [column[0] for column in found] == pytest.approx([seconds, memory, sent])
+
+
+def test_axes_that_leave_a_host_have_the_slower_link() -> None:
+    cluster = Cluster(4, 1e9, LINK, between=Link(10.0, 5.0, 0.0), devices_per_host=2)
+    found = predict(one((2, 2), (DATA, FULLY_SHARDED)), WORK, cluster)
+    assert found.seconds[0] == pytest.approx(2 + 40 + 10 + 12 + 1.5)
+
+
+def test_what_products_hide_does_not_count() -> None:
+    found = predict(one((4, 1), (DATA, UNUSED)), WORK, Cluster(4, 1e9, Link(100.0, 0.5, 1.0)))
+    assert found.seconds[0] == pytest.approx(2 + 13 - 2)
+
+
+@pytest.mark.parametrize("devices", [1, 6, 8])
+def test_all_meshes_are_there_once(devices: int) -> None:
+    many = candidates(devices, 48)
+    rows = [(*size, *kind, piece) for size, kind, piece in zip(many.sizes, many.kinds, many.microbatches, strict=True)]
+    assert len(set(rows)) == len(rows)
+    assert (many.sizes.prod(1) == devices).all()
+    meshes = {tuple(size) for size in many.sizes.tolist()}
+    triples = [
+        (a, b, c)
+        for a in range(1, 9)
+        for b in range(1, 9)
+        for c in range(1, 9)
+        if a * b * c == devices and not (a == 1 < b or b == 1 < c)
+    ]
+    assert meshes == set(triples)
+    parts = np.where(many.kinds == TENSOR, 1, many.sizes).prod(1)
+    assert (48 % (parts * many.microbatches) == 0).all()
+
+
+def test_the_fastest_that_fits_wins_and_says_why() -> None:
+    many = Candidates(
+        np.array([[4, 1]] * 2), np.array([[DATA, -1], [FULLY_SHARDED, -1]]), np.array([1, 1]), ("data", "x")
+    )
+    free = rank(many, WORK, Cluster(4, 1e9, LINK))
+    assert (free.order, free.num_refused) == ((0, 1), 0)
+    assert free.why() == "43.3 % faster than data=4 fully_sharded: sends 1.5 × fewer bytes"
+    tight = rank(many, WORK, Cluster(4, 1e9, LINK, memory_bytes=2400))
+    assert (tight.order, tight.num_refused, tight.why()) == ((1,), 1, "nothing else fits")
+    with pytest.raises(
+        ArgumentError, match=r"memory_bytes=1200: it binds, all 2 .* data=4 fully_sharded, needs 2,400, 2 ×"
+    ):
+        rank(many, WORK, Cluster(4, 1e9, LINK, memory_bytes=1200))
+
+
+@pytest.mark.parametrize("name", ["devices", "batch_size"])
+def test_no_devices_and_no_samples_are_refused(name: str) -> None:
+    sizes = {"devices": 4, "batch_size": 8, name: 0}
+    with pytest.raises(ArgumentError, match=f"{name}=0: expected a whole number of at least 1"):
+        candidates(sizes["devices"], sizes["batch_size"])
+
+
+def test_a_cluster_survives_json_and_refuses_what_is_none() -> None:
+    cluster = Cluster(8, 1e12, LINK, between=Link(5.0), devices_per_host=4, memory_bytes=9)
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    with pytest.raises(ArgumentError, match="text is no cluster"):
+        Cluster.from_json("[]")
+    with pytest.raises(ArgumentError, match="devices=0: expected a positive number"):
+        Cluster(0, 1e12, LINK)
