@@ -18,13 +18,14 @@ def measure_plans(report: Report, *, quick: bool) -> None:
     """Ranks more than 10⁵ candidates several times, and claims the time for 10⁵ of them at most."""
     cluster = Cluster(4096, 400e12, Link(100e9, 5e-6), Link(10e9, 2e-5), devices_per_host=8, memory_bytes=80 << 30)
     work = Workload(1e18, 1e11, 2e11, 1e13, 1e12, 200)
-    taken = list[float]()
+    taken, counts = list[float](), set[int]()
     for _ in range(1 if quick else 5):
         start = time.process_time()
         many = candidates(cluster.devices, 1 << 16, _AXES)
         rank(many, work, cluster)
         taken.append(time.process_time() - start)
-    if len(many.sizes) < _LEAST:
-        raise AssertionError(f"{len(many.sizes)} candidates, expected {_LEAST} or more")
-    report.add(PLANS, f"{len(many.sizes):,} candidates", "made and ranked, CPU seconds", "s", taken)
+        counts.add(len(many.sizes))
+    if min(counts) < _LEAST:
+        raise AssertionError(f"{min(counts)} candidates, expected {_LEAST} or more")
+    report.add(PLANS, f"{min(counts):,} candidates", "made and ranked, CPU seconds", "s", taken)
     report.at_most("plans", taken, 10)

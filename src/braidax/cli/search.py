@@ -35,6 +35,7 @@ def search(task: Task, batch_size: int | None, told: Search) -> None:
         devices=None if mesh is None else [*mesh.devices.flat],
         memory_bytes=None if told.memory_gb is None else max(1, int(told.memory_gb * 1e9)),
         measure=told.tries,
+        tell=lambda doing: typer.echo(f"{doing} …", err=True),
     )
     typer.echo(str(found))
 

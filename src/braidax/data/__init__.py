@@ -1,5 +1,8 @@
 """Data: sources of samples, and the loader that brings them to the devices."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from braidax.data.as_arrow import as_arrow as as_arrow
 from braidax.data.fetching.depth import Bounds as Bounds
 from braidax.data.fetching.depth import Depth as Depth
@@ -28,18 +31,48 @@ from braidax.data.transforms.cutting import split as split
 from braidax.data.transforms.cutting import take as take
 from braidax.data.transforms.each_sample import map as map
 from braidax.data.transforms.filtering import filter as filter
-from braidax.data.transforms.images.augment import center_crop as center_crop
-from braidax.data.transforms.images.augment import flipped as flipped
-from braidax.data.transforms.images.augment import random_crop as random_crop
-from braidax.data.transforms.images.augment import random_resized_crop as random_resized_crop
-from braidax.data.transforms.images.decoded import decoded as decoded
-from braidax.data.transforms.mapped import mapped as mapped
-from braidax.data.transforms.mapped import normalized as normalized
-from braidax.data.transforms.mapped import resized as resized
 from braidax.data.transforms.mixture import mix as mix
 from braidax.data.transforms.skipping import skipping as skipping
-from braidax.data.transforms.text.measuring import Measured as Measured
-from braidax.data.transforms.text.packing import packed as packed
-from braidax.data.transforms.text.text import padded as padded
-from braidax.data.transforms.text.text import tokenized as tokenized
 from braidax.data.workers.processes import in_processes as in_processes
+
+if TYPE_CHECKING:
+    from braidax.data.transforms.images.augment import center_crop as center_crop
+    from braidax.data.transforms.images.augment import flipped as flipped
+    from braidax.data.transforms.images.augment import random_crop as random_crop
+    from braidax.data.transforms.images.augment import random_resized_crop as random_resized_crop
+    from braidax.data.transforms.images.decoded import decoded as decoded
+    from braidax.data.transforms.mapped import mapped as mapped
+    from braidax.data.transforms.mapped import normalized as normalized
+    from braidax.data.transforms.mapped import resized as resized
+    from braidax.data.transforms.text.measuring import Measured as Measured
+    from braidax.data.transforms.text.packing import packed as packed
+    from braidax.data.transforms.text.text import padded as padded
+    from braidax.data.transforms.text.text import tokenized as tokenized
+
+# What few programs need is imported at its first use.
+_HOMES = {
+    "mapped": "transforms.mapped",
+    "normalized": "transforms.mapped",
+    "resized": "transforms.mapped",
+    "center_crop": "transforms.images.augment",
+    "flipped": "transforms.images.augment",
+    "random_crop": "transforms.images.augment",
+    "random_resized_crop": "transforms.images.augment",
+    "decoded": "transforms.images.decoded",
+    "Measured": "transforms.text.measuring",
+    "packed": "transforms.text.packing",
+    "padded": "transforms.text.text",
+    "tokenized": "transforms.text.text",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'braidax.data' has no attribute {name!r}")
+    value = getattr(import_module(f"braidax.data.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

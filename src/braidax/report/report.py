@@ -22,7 +22,6 @@ from braidax.report.display import Line, PlainLines, Words
 from braidax.report.ends import Ends
 from braidax.report.metrics_file import MetricsFile
 from braidax.report.pace import Done, Pace, RunLength, Sink
-from braidax.report.tensorboard import TensorBoard
 from braidax.spans import Span, Trace
 
 _STEPS_AHEAD = 2
@@ -163,6 +162,8 @@ class Report:
         if self._metrics is not None and not is_over:
             yield MetricsFile(Path(self._metrics), first_step)
         if self._tensorboard is not None and not is_over:
+            from braidax.report.tensorboard import TensorBoard
+
             yield TensorBoard(Path(self._tensorboard), first_step)
         if self._show != "nothing":
             words = Words(length, first_step)

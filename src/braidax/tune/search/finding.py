@@ -19,13 +19,15 @@ from braidax.parallel.plan.costs.machine import in_time, scaled
 from braidax.parallel.plan.text import table
 from braidax.parallel.rows.read_rows import ReadRows
 from braidax.program import cost_of, specs_of
+from braidax.tune.control.comparing import compare
 
 from .candidates import candidates
 from .cluster import Cluster
 from .predicting import Workload
 from .ranking import Ranked, rank
 
-_SHOWN, _WARM, _ROUNDS = 10, 2, 5
+_SHOWN, _WARM, _ROUNDS = 10, 2, 8
+_ERRORS = 2.0  # standard errors that a difference has to be above
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,20 @@ class Tried:
     """A candidate that was compiled here.
 
     **Fields:** `at`: its place. `step`; None where it cannot be built, and `why` says why. `memory_bytes`: of a device,
-    by the compiler. `fits`: whether that is in the limit. `seconds`: the median of a step that was run.
+    by the compiler. `fits`: whether that is in the limit. `taken`: seconds of the steps that were run.
     """
 
     at: int
     step: Step | None
     memory_bytes: int | None = None
     fits: bool = False
-    seconds: float | None = None
+    taken: tuple[float, ...] = ()
     why: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """The median of its steps; None where none was run."""
+        return statistics.median(self.taken) if self.taken else None
 
 
 @dataclass(frozen=True)
@@ -90,10 +97,12 @@ class Found:
         return "\n".join([total, *table(rows, right=[1, 2, 3, 4, 5]), f"why  {self._why()}"])
 
     def _why(self) -> str:
-        timed = sorted((one.seconds, one.at) for one in self.tried if one.seconds is not None)
+        timed = [one for one in self.tried if one.taken]
         if len(timed) > 1:
-            faster = 100 * (timed[1][0] / timed[0][0] - 1)
-            return f"measured {faster:.3g} % faster than {self.ranked.name(timed[1][1])}"
+            other, found = self.ranked.name(timed[1].at), compare(timed[1].taken, timed[0].taken)
+            if found.gain > _ERRORS * found.error:
+                return f"measured {found} than {other}"
+            return f"measured no slower than {other}; the difference is within the noise: {found}"
         return self.ranked.why() if self.at == self.ranked.order[0] else "the fastest of those that fit when compiled"
 
 
@@ -106,7 +115,8 @@ def plan(
     cluster: Cluster | None = None,
     memory_bytes: int | None = None,
     measure: int = 3,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> Found:
     """Searches for the mesh and the strategies with which a loss trains fastest.
 
@@ -115,7 +125,8 @@ def plan(
 
     **Arguments:** `loss_fn`, `optimizer`, `init`, `batch`: as of `parallelize`. `cluster`: devices that need not be
     here, of which nothing is run; None: those that are, which are measured. `memory_bytes`: of a device, at most.
-    `measure`: how many candidates are compiled and run here, 1 or more. `devices`: of those here; None: all.
+    `measure`: how many candidates are compiled and run here, 1 or more. `devices`: of JAX, some of those here; None:
+    all. `tell`: is told what is being done, since compiling takes its time.
 
     **Returns:** the winner and all others; `print` shows them. **Raises:** `ArgumentError` when a limit cannot be met.
     """
@@ -124,11 +135,13 @@ def plan(
     if memory_bytes is not None and memory_bytes < 1:
         raise ArgumentError(f"memory_bytes={memory_bytes}: expected a size in bytes, such as 16 << 30")
     given = {"init": init, "batch": specs_of(batch)}
+    tell("compiling for one device")
     alone = _alone(loss_fn, optimizer, given, 1)
     used = [*(jax.devices() if devices is None else devices)]
     work, is_here = workload(alone, loss_fn, optimizer, given), cluster is None
     num_samples = jax.tree.leaves(given["batch"])[0].shape[0]
     if cluster is None:
+        tell("measuring what the devices compute and send")
         pieces = next((count for count in (4, 2) if num_samples % count == 0), 1)
         cluster = _here(alone, _alone(loss_fn, optimizer, given, pieces), pieces, work, given["batch"], used)
     if memory_bytes is not None:
@@ -136,7 +149,11 @@ def plan(
     ranked = rank(candidates(cluster.devices, num_samples), work, cluster)
     if not is_here:
         return Found(ranked, (), ranked.order[0])
-    tried = [_compiled(loss_fn, optimizer, given, ranked, at, (cluster, used)) for at in ranked.order[:measure]]
+    tried: list[Tried] = []
+    for at in ranked.order[:measure]:
+        tell(f"compiling {ranked.name(at)}")
+        tried.append(_compiled(loss_fn, optimizer, given, ranked, at, (cluster, used)))
+    tell("running them in turns")
     ready = [one for one in tried if one.fits]
     if not ready:
         why = "; ".join(f"{ranked.name(one.at)}: {one.why}" for one in tried)
@@ -173,11 +190,11 @@ def workload(
     return Workload(flops, own, state, activations, summed, max(1, len(alone.plan.variables)), frozen)
 
 
-def _here(alone: Step, cut: Step, pieces: int, work: Workload, batch: Any, devices: Sequence[jax.Device]) -> Cluster:
+def _here(alone: Step, cut: Step, pieces: int, work: Workload, batch: Any, devices: Sequence[Any]) -> Cluster:
     """Measures the devices that are here: links, and the rate at which one computes this loss beside all others."""
     all_of_them = measure_machine(jax.make_mesh((len(devices),), ("data",), devices=devices))
     one = measure_machine(alone.mesh)
-    seconds, longer = _medians([alone, cut], batch)
+    seconds, longer = map(statistics.median, _seconds([alone, cut], batch))
     each = max(0.0, longer - seconds) / max(1, pieces - 1)
     rate = work.flops / seconds * all_of_them.flops_per_second / one.flops_per_second
     return Cluster(len(devices), max(rate, 1.0), all_of_them.collective("data"), step_seconds=each)
@@ -189,7 +206,7 @@ def _compiled(
     given: dict[str, Any],
     ranked: Ranked,
     at: int,
-    on: tuple[Cluster, Sequence[jax.Device]],
+    on: tuple[Cluster, Sequence[Any]],
 ) -> Tried:
     cluster, devices = on
     axes, strategies = ranked.many.mesh(at), ranked.many.strategies(at)
@@ -206,13 +223,13 @@ def _compiled(
 
 def _timed(ready: Sequence[Tried], batch: Any) -> list[Tried]:
     """Runs candidates in turns, and returns them with their seconds, the fastest first."""
-    seconds = _medians([one.step for one in ready if one.step is not None], batch)
-    timed = [replace(one, seconds=taken) for one, taken in zip(ready, seconds, strict=True)]
+    seconds = _seconds([one.step for one in ready if one.step is not None], batch)
+    timed = [replace(one, taken=tuple(taken)) for one, taken in zip(ready, seconds, strict=True)]
     return sorted(timed, key=lambda one: one.seconds or 0.0)
 
 
-def _medians(steps: Sequence[Step], batch: Any) -> list[float]:
-    """Runs steps in turns on a batch of zeros. **Returns:** the median of each, in seconds."""
+def _seconds(steps: Sequence[Step], batch: Any) -> list[list[float]]:
+    """Runs steps in turns on a batch of zeros. **Returns:** the seconds of each."""
     zeros = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), batch)
     states = [step.init(jax.random.key(0)) for step in steps]
     taken: list[list[float]] = [[] for _ in steps]
@@ -222,4 +239,4 @@ def _medians(steps: Sequence[Step], batch: Any) -> list[float]:
             states[place], _ = jax.block_until_ready(step.update(states[place], zeros))
             if turn >= _WARM:
                 taken[place].append(time.perf_counter() - start)
-    return [statistics.median(one) for one in taken]
+    return taken
