@@ -1,12 +1,13 @@
 """Balance: whether what is said of a step's time is so, and whether what is tuned by it is the best mix.
 
 `attribution`: 20 ms are injected into each lane of a real run, and have to be found there and nowhere else. `adapt`: a
-disk that slows down. `tuning_cost`: a run with a tuner and without.
+disk that slows down. `tuning_cost`: a run with a tuner and without. `plans`: how long ranking takes. `tuned`: a mix
+that a few trials find, beside others.
 """
 
 import jax
 
-from benchmarks.balance import adapting, injecting, predicting
+from benchmarks.balance import adapting, injecting, predicting, tuned
 from benchmarks.harness import Report, arguments, run, say
 
 CASES = {
@@ -14,6 +15,7 @@ CASES = {
     "adapt": adapting.measure_adapt,
     "tuning_cost": adapting.measure_cost,
     "plans": predicting.measure_plans,
+    "tuned": tuned.measure_tuned,
 }
 
 

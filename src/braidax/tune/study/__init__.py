@@ -1,12 +1,13 @@
 """What overlaps with what: a factorial study of prefetch, checkpoints, gradient sync and stages, measured."""
 
+from .best_mix import SPACE, find_best_mix
 from .case import NUM_STAGES, Case, Place, Workload
 from .design import Design, Length, sweeps_of
 from .factors import FACTORS, PAIRS, Factor, Levels, Setting, Sweep, crossed, parse_pairs, sweep
 from .folder import FORMAT, StudyFolder
 from .limits import Limits, parse_limits
 from .report import Written, write_report
-from .runner import Progress, run_study
+from .runner import Progress, open_bench, run_study
 from .runs import Run
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "FORMAT",
     "NUM_STAGES",
     "PAIRS",
+    "SPACE",
     "Case",
     "Design",
     "Factor",
@@ -29,6 +31,8 @@ __all__ = [
     "Workload",
     "Written",
     "crossed",
+    "find_best_mix",
+    "open_bench",
     "parse_limits",
     "parse_pairs",
     "run_study",

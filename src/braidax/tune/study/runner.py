@@ -115,6 +115,45 @@ def _started(place: Place, limits: Limits) -> Generator[LocalGang, None, None]:
         raise ArgumentError("\n".join([f"a process that trains has ended{reason}; {lost}", *words])) from lost
 
 
+@contextlib.contextmanager
+def open_bench(
+    case: Case,
+    scratch: Path,
+    *,
+    place: Place = Place(),  # noqa: B008 (it is frozen)
+    limits: Limits = Limits(),  # noqa: B008 (likewise)
+    seed: int = 0,
+) -> Generator[Callable[[Setting, Length], Run], None, None]:
+    """Opens the processes that train a case; what is yielded runs a setting for so many steps, and returns the run.
+
+    Programs of a setting are compiled at its first run, and kept.
+
+    **Arguments:** `scratch`: an empty folder for checkpoints and compiled programs, which the caller takes away.
+
+    **Raises:** as `run_study`.
+    """
+    folders = [scratch / "checkpoints", scratch / "compiled"]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    prepared = set[tuple[Setting, bool]]()
+    with Confined(limits, scratch) as confined, _started(place, limits) as gang:
+        saved, compiled = (folder.absolute() for folder in folders)
+        begin = ranks.Begin(case, place, confined.confinement, saved, compiled, seed)
+        gang.run(ranks.begin, begin, keep=_BENCH, timeout_seconds=_RUN_SECONDS)
+        bench = gang.kept(_BENCH)
+
+        def measure(setting: Setting, length: Length) -> Run:
+            if (key := _programs(setting)) not in prepared:
+                gang.run(ranks.prepare, bench, setting, timeout_seconds=_RUN_SECONDS)
+                prepared.add(key)
+            parts = gang.run(ranks.measure, bench, setting, length, timeout_seconds=_RUN_SECONDS)
+            return to_run(0, setting, merge_traces(parts), length)
+
+        yield measure
+        with contextlib.suppress(CallFailed):
+            gang.run(ranks.leave, bench, timeout_seconds=_START_SECONDS)
+
+
 @dataclass
 class _Session:
     """The processes of a study, and what they have made so far."""
