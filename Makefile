@@ -35,6 +35,7 @@ bench: .venv/stamp-bench .venv/peers/spectrax/stamp .venv-streaming/stamp .venv-
 	$(BIN)/python -m benchmarks.rotated $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.pipedream $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.servers --fbgemm .venv-torchrec/bin/python $(ARGS) $(FALLEN)
+	$(BIN)/python -m benchmarks.balance $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.checkfreq $(ARGS) $(FALLEN)
 	$(BIN)/python -W ignore -m benchmarks.shuffle --streaming .venv-streaming/bin/python $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.page

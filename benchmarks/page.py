@@ -30,6 +30,7 @@ NAMES = (
     "comm",
     "cylon",
     "servers",
+    "balance",
 )
 NO_REASON = "not known yet"
 

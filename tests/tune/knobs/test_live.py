@@ -56,6 +56,17 @@ def saver(tmp_path: Path) -> Iterator[Checkpointer]:
         yield made
 
 
+def test_no_batch_ahead_is_read_set_and_built_with_as_such(loader: DataLoader) -> None:
+    loader.knobs = Knobs(prefetch=0)
+    assert read_knobs(loader).loading.prefetch == 0
+    assert read_knobs(loader, adapted="fixed").loading.prefetch == 0
+    knobs = PlannedKnobs().with_values({"loading.prefetch": 0})
+    assert loader_options(knobs)["knobs"] == Knobs(prefetch=0)
+    loader.knobs = Knobs()
+    assert apply_knobs(knobs, loader) == ()
+    assert loader.knobs == Knobs(prefetch=0)
+
+
 def test_what_is_made_by_default_has_the_default_of_every_knob(loader: DataLoader, saver: Checkpointer) -> None:
     step = make({"data": parallel.DataParallel()})
     knobs = read_knobs(loader, saver, step)

@@ -132,7 +132,7 @@ def _loading(loader: DataLoader, adapted: Adapted) -> LoadingKnobs:
     is_fixed = adapted == "fixed" or loader.depth.paused
     return LoadingKnobs(
         threads=knobs.threads or (loader.depth.threads if is_fixed else None),
-        prefetch=knobs.prefetch or (loader.depth.prefetch if is_fixed else None),
+        prefetch=loader.depth.prefetch if is_fixed and knobs.prefetch is None else knobs.prefetch,
         max_bytes=knobs.max_bytes,
         read_bytes=knobs.read_bytes,
         hedge_seconds=knobs.hedge_seconds,

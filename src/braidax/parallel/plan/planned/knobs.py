@@ -94,10 +94,10 @@ class LoadingKnobs:
         "loader.knobs.threads; loader.depth.threads where that is None",
     )
     prefetch: int | None = _knob(
-        "batches in flight ahead of the one in use, on the host and on their devices",
+        "batches in flight ahead of the one in use, on the host and on their devices; 0: each begins when asked for",
         "batches",
         None,
-        Values(none="the loader adapts it"),
+        Values(0, none="the loader adapts it"),
         "hot",
         "loader.knobs.prefetch; loader.depth.prefetch where that is None",
     )
