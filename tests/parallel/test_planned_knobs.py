@@ -69,7 +69,7 @@ def test_those_that_were_changed_are_shown_and_compared(plan: bx.Plan) -> None:
     [
         ("loading.threads", 0, "1 or more, or None: the loader adapts it"),
         ("loading.threads", True, "1 or more, or None: the loader adapts it"),
-        ("loading.prefetch", 1.5, "1 or more, or None: the loader adapts it"),
+        ("loading.prefetch", 1.5, "0 or more, or None: the loader adapts it"),
         ("loading.read_bytes", None, "1 or more"),
         ("loading.hedge_seconds", -1.0, "0 or more, or None: when it takes much longer than the others"),
         ("loading.workers", "fibers", r"threads \| processes"),
