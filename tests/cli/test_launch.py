@@ -235,6 +235,7 @@ def test_training_together_passes_every_option_on(tmp_path: Path, monkeypatch: p
         "--seed": 5,
         "--checkpoint-every": 7,
         "--overhead": 0.1,
+        "--tune": "safe",
         "--on-error": "skip",
         "--trace": tmp_path / "trace.json",
         "--tensorboard": tmp_path / "board",
