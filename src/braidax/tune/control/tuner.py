@@ -21,8 +21,7 @@ from braidax.tune.control.spacing import SpacingControl
 from braidax.tune.control.windows import Measuring, Window, comparable
 
 _WARM_UP_STEPS = 5  # that compile
-_LEAST_GAIN = 0.01
-_ERRORS = 2.0  # standard errors that a gain has to be above
+_ERRORS = 4.0  # standard errors that a loss, or a drift, has to be above
 _HOPELESS = 0.05  # a loss after which a trial ends at once
 _MAX_ROUNDS = 3
 _DRIFT = 0.15
@@ -186,7 +185,7 @@ class _Loop:
             self._known = window
             return
         found = compare(*comparable(self._known, window))
-        self._num_drifted = self._num_drifted + 1 if abs(found.gain) > max(_DRIFT, 2 * _ERRORS * found.error) else 0
+        self._num_drifted = self._num_drifted + 1 if abs(found.gain) > max(_DRIFT, _ERRORS * found.error) else 0
         if self._num_drifted >= 2:
             self._known, self._num_drifted = window, 0
             self._moves.forget()
@@ -202,17 +201,16 @@ class _Loop:
         is_second = bool(trial.after.seconds)
         trial.after += window
         found = compare(*comparable(trial.before, trial.after))
-        if found.gain < -max(_HOPELESS, 2 * _ERRORS * found.error):
+        if found.gain < -max(_HOPELESS, _ERRORS * found.error):
             self._end(trial, found, helped=False)
         elif is_second:
             trial.part = "before"
             self._turn(trial.move, trial.move.before)
 
     def _decide(self, trial: _Trial, found: Comparison) -> None:
-        helped = found.gain > max(_LEAST_GAIN, _ERRORS * found.error)
-        is_open = found.gain > _LEAST_GAIN and trial.rounds < _MAX_ROUNDS
-        if not helped and is_open:
-            trial.part, trial.after = "after", trial.after
+        helped = found.is_worth_it and found.is_beyond_noise
+        if found.is_worth_it and not helped and trial.rounds < _MAX_ROUNDS:
+            trial.part = "after"
             self._turn(trial.move, trial.move.after)
             return
         self._end(trial, found, helped=helped)

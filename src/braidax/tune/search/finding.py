@@ -27,7 +27,6 @@ from .predicting import Workload
 from .ranking import Ranked, rank
 
 _SHOWN, _WARM, _ROUNDS = 10, 2, 8
-_ERRORS = 2.0  # standard errors that a difference has to be above
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Found:
         timed = [one for one in self.tried if one.taken]
         if len(timed) > 1:
             other, found = self.ranked.name(timed[1].at), compare(timed[1].taken, timed[0].taken)
-            if found.gain > _ERRORS * found.error:
+            if found.is_beyond_noise:
                 return f"measured {found} than {other}"
             return f"measured no slower than {other}; the difference is within the noise: {found}"
         return self.ranked.why() if self.at == self.ranked.order[0] else "the fastest of those that fit when compiled"

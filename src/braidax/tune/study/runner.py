@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import final
 
 from braidax.errors import ArgumentError, CallFailed, PeerLost
 from braidax.gang import LocalGang
@@ -135,28 +135,50 @@ def open_bench(
     folders = [scratch / "checkpoints", scratch / "compiled"]
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
-    prepared = set[tuple[Setting, bool]]()
     with Confined(limits, scratch) as confined, _started(place, limits) as gang:
         saved, compiled = (folder.absolute() for folder in folders)
-        begin = ranks.Begin(case, place, confined.confinement, saved, compiled, seed)
-        gang.run(ranks.begin, begin, keep=_BENCH, timeout_seconds=_RUN_SECONDS)
-        bench = gang.kept(_BENCH)
+        bench = _Bench(gang, ranks.Begin(case, place, confined.confinement, saved, compiled, seed))
 
         def measure(setting: Setting, length: Length) -> Run:
-            if (key := _programs(setting)) not in prepared:
-                gang.run(ranks.prepare, bench, setting, timeout_seconds=_RUN_SECONDS)
-                prepared.add(key)
-            parts = gang.run(ranks.measure, bench, setting, length, timeout_seconds=_RUN_SECONDS)
-            return to_run(0, setting, merge_traces(parts), length)
+            if not bench.has(setting):
+                bench.prepare(setting)
+            return to_run(0, setting, bench.run(setting, length), length)
 
         yield measure
+        bench.leave()
+
+
+@final
+class _Bench:
+    """What all ranks of a gang keep to train a case, and the programs that they have made so far."""
+
+    def __init__(self, gang: LocalGang, given: ranks.Begin) -> None:
+        gang.run(ranks.begin, given, keep=_BENCH, timeout_seconds=_RUN_SECONDS)
+        self._gang, self._kept = gang, gang.kept(_BENCH)
+        self.prepared = set[tuple[Setting, bool]]()
+
+    def has(self, setting: Setting) -> bool:
+        """Whether the programs of a setting are made."""
+        return _programs(setting) in self.prepared
+
+    def prepare(self, setting: Setting) -> None:
+        """Makes them."""
+        self._gang.run(ranks.prepare, self._kept, setting, timeout_seconds=_RUN_SECONDS)
+        self.prepared.add(_programs(setting))
+
+    def run(self, setting: Setting, length: Length) -> Trace:
+        """Runs a setting, and returns the trace of all ranks."""
+        return merge_traces(self._gang.run(ranks.measure, self._kept, setting, length, timeout_seconds=_RUN_SECONDS))
+
+    def leave(self) -> None:
+        """Leaves JAX's processes, all at once."""
         with contextlib.suppress(CallFailed):
-            gang.run(ranks.leave, bench, timeout_seconds=_START_SECONDS)
+            self._gang.run(ranks.leave, self._kept, timeout_seconds=_START_SECONDS)
 
 
 @dataclass
 class _Session:
-    """The processes of a study, and what they have made so far."""
+    """A study under way: its bench, and how long the parts of it take."""
 
     gang: LocalGang
     given: ranks.Begin
@@ -164,38 +186,39 @@ class _Session:
     design: Design
     tell: Callable[[Progress], None]
     pace: _Pace = field(default_factory=_Pace)
-    prepared: set[tuple[Setting, bool]] = field(default_factory=set[tuple[Setting, bool]])
 
     def measure(self, missing: list[tuple[int, Setting]]) -> None:
         """Runs all of these, in order."""
-        self._say(missing, 0, "starting")
-        self.gang.run(ranks.begin, self.given, keep=_BENCH, timeout_seconds=_RUN_SECONDS)
-        bench = self.gang.kept(_BENCH)
+        self._say(missing, 0, "starting", set())
+        bench = _Bench(self.gang, self.given)
         for at, (block, setting) in enumerate(missing):
-            if (key := _programs(setting)) not in self.prepared:
-                self._say(missing, at, f"compiling {setting.name}")
-                self._timed("prepare", ranks.prepare, bench, setting)
-                self.prepared.add(key)
-            self._say(missing, at, f"block {block + 1} of {self.design.num_blocks}: {setting.name}")
+            if not bench.has(setting):
+                self._say(missing, at, f"compiling {setting.name}", bench.prepared)
+                with self._timed("prepare"):
+                    bench.prepare(setting)
+            doing = f"block {block + 1} of {self.design.num_blocks}: {setting.name}"
+            self._say(missing, at, doing, bench.prepared)
             length = self.design.length(setting)
-            trace = merge_traces(self._timed("run", ranks.measure, bench, setting, length))
+            with self._timed("run"):
+                trace = bench.run(setting, length)
             run = to_run(block, setting, trace, length)
             self.folder.keep_trace(setting.name, trace, is_first=block == 0)
             self.folder.append(run)
-        with contextlib.suppress(CallFailed):
-            self.gang.run(ranks.leave, bench, timeout_seconds=_START_SECONDS)
-        self._say(missing, len(missing), "measured")
+        bench.leave()
+        self._say(missing, len(missing), "measured", bench.prepared)
 
-    def _timed(self, kind: str, fn: Callable[..., Any], *given: Any) -> list[Any]:
+    @contextlib.contextmanager
+    def _timed(self, kind: str) -> Generator[None, None, None]:
         begun = time.perf_counter()
-        found = self.gang.run(fn, *given, timeout_seconds=_RUN_SECONDS)
+        yield
         self.pace.seconds[kind].append(time.perf_counter() - begun)
-        return found
 
-    def _say(self, missing: list[tuple[int, Setting]], at: int, doing: str) -> None:
+    def _say(
+        self, missing: list[tuple[int, Setting]], at: int, doing: str, prepared: set[tuple[Setting, bool]]
+    ) -> None:
         keys = {_programs(setting) for _, setting in missing}
-        to_make = len({_programs(setting) for _, setting in missing[at:]} - self.prepared)
-        done, total = at + len(keys & self.prepared), len(missing) + len(keys)
+        to_make = len({_programs(setting) for _, setting in missing[at:]} - prepared)
+        done, total = at + len(keys & prepared), len(missing) + len(keys)
         self.tell(Progress(done, total, doing, self.pace.left(to_make, len(missing) - at)))
 
 

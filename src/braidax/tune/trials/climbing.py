@@ -14,9 +14,6 @@ Setting = Mapping[str, Any]
 Duel = Callable[[Setting, Setting], tuple[Sequence[float], Sequence[float]]]
 """Returns the seconds of at least 8 steps with each of two settings, measured in turns."""
 
-_LEAST_GAIN = 0.01
-_ERRORS = 2.0  # standard errors that a gain has to be above
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -118,7 +115,7 @@ class _Search:
             self.trials.append(Trial(setting, None, None, f"cannot run: {error}"))
             return False
         found = compare(best, other)
-        helps = found.gain > max(_LEAST_GAIN, _ERRORS * found.error)
+        helps = found.is_worth_it and found.is_beyond_noise
         self.trials.append(Trial(setting, fmean(other), found, "kept" if helps else "no better"))
         if helps:
             self.best = setting
