@@ -13,7 +13,7 @@ from tests.laws.tree import ROOT, SRC, imports, modules, third_party
 # the face below the tasks below the command line.
 FLOORS = (
     ("errors",),
-    ("spans", "lifeline", "bindings", "cores", "objects", "extras", "host_shard", "connections"),
+    ("spans", "lifeline", "bindings", "cores", "objects", "extras", "first_use", "host_shard", "connections"),
     ("comm", "program"),
     ("gang", "data", "checkpoint"),
     ("parallel", "frame", "torch"),

@@ -1,7 +1,6 @@
 """Checkpoints that are taken behind the training step, durable once they exist, and verified when read."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from braidax.checkpoint.checkpointer import Checkpointer
 from braidax.checkpoint.interval.adaptive import Adaptive
@@ -11,6 +10,7 @@ from braidax.checkpoint.places.folder import Folder
 from braidax.checkpoint.places.place import Place, Skipped
 from braidax.checkpoint.saver import Saver
 from braidax.checkpoint.snapshot.leaves import Outside, PaddedRows, TrueShapes
+from braidax.first_use import at_first_use
 from braidax.host_shard import HostShard
 
 if TYPE_CHECKING:
@@ -65,13 +65,7 @@ _HOMES = {
     "restore_safetensors": "format.safetensors",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'braidax.checkpoint' has no attribute {name!r}")
-    value = getattr(import_module(f"braidax.checkpoint.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = at_first_use(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,6 @@
 """Data: sources of samples, and the loader that brings them to the devices."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from braidax.data.as_arrow import as_arrow as as_arrow
 from braidax.data.fetching.depth import Bounds as Bounds
@@ -34,6 +33,7 @@ from braidax.data.transforms.filtering import filter as filter
 from braidax.data.transforms.mixture import mix as mix
 from braidax.data.transforms.skipping import skipping as skipping
 from braidax.data.workers.processes import in_processes as in_processes
+from braidax.first_use import at_first_use
 
 if TYPE_CHECKING:
     from braidax.data.transforms.images.augment import center_crop as center_crop
@@ -65,13 +65,7 @@ _HOMES = {
     "tokenized": "transforms.text.text",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'braidax.data' has no attribute {name!r}")
-    value = getattr(import_module(f"braidax.data.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = at_first_use(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

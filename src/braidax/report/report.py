@@ -20,7 +20,6 @@ import numpy as np
 from braidax.errors import ArgumentError
 from braidax.report.display import Line, PlainLines, Words
 from braidax.report.ends import Ends
-from braidax.report.metrics_file import MetricsFile
 from braidax.report.pace import Done, Pace, RunLength, Sink
 from braidax.spans import Span, Trace
 
@@ -160,6 +159,8 @@ class Report:
         """Opens who is told of the run: of one that is over nothing is written."""
         is_over = length.num_steps is not None and first_step >= length.num_steps
         if self._metrics is not None and not is_over:
+            from braidax.report.metrics_file import MetricsFile
+
             yield MetricsFile(Path(self._metrics), first_step)
         if self._tensorboard is not None and not is_over:
             from braidax.report.tensorboard import TensorBoard

@@ -1,7 +1,8 @@
 """How overlaps interfere, and which mix of them is best: measured, planned, and controlled while a run goes on."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from braidax.first_use import at_first_use
 
 if TYPE_CHECKING:
     from braidax.tune.attribution import (
@@ -112,13 +113,7 @@ _HOMES = {
     "try_settings": "trials.running",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'braidax.tune' has no attribute {name!r}")
-    value = getattr(import_module(f"braidax.tune.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = at_first_use(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:
