@@ -72,7 +72,8 @@ def study(wanted: Wanted, out: Path) -> None:
     limits, place = parse_limits(wanted.limit), Place(processes=wanted.processes)
     case = find_case(wanted.case, wanted.data, quick=wanted.quick)
     design = _design(wanted, pairs, case.batch_size // (place.devices // NUM_STAGES))
-    folder = StudyFolder(out, _about(case, design, place, str(limits)))
+    about = _about(case, design, place, str(limits))
+    folder = StudyFolder(out, about)
     num_runs = len(design.settings) * design.num_blocks
     before = sum(run.block < design.num_blocks for run in folder.runs)
     kept = f", {before} of them done before" if before else ""
@@ -84,7 +85,8 @@ def study(wanted: Wanted, out: Path) -> None:
         with _shown(console) as tell:
             run_study(case, design, folder, place=place, limits=limits, tell=tell)
     except KeyboardInterrupt:
-        console.print(f"interrupted: {out} keeps {len(folder.runs)} of {num_runs} runs; run the same command to go on")
+        num_kept = len(StudyFolder(out, about).runs)  # a run may have been written right before
+        console.print(f"interrupted: {out} keeps {num_kept} of {num_runs} runs; run the same command to go on")
         raise typer.Exit(130) from None
     _tell(write_report(folder, case, design), design, console)
 
