@@ -63,10 +63,12 @@ class Injection:
     sleeps: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
 
     def sleep(self) -> None:
-        """Sleeps, on whichever thread."""
+        """Passes the time, on whichever thread, and keeps its core awake: one that has slept computes the next step by
+        milliseconds slower, which is compute, and not what was injected."""
         if self.seconds:
             begun = time.perf_counter()
-            time.sleep(self.seconds)
+            while time.perf_counter() - begun < self.seconds:
+                time.sleep(0)  # others may have the interpreter
             self.sleeps.append((begun, time.perf_counter() - begun))
 
     def slept(self, start: float, end: float) -> list[float]:

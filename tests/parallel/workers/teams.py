@@ -89,12 +89,15 @@ def own_part(batch: Any, worker: int, workers: int) -> Any:
 
 
 def on_one_device(
-    optimizer: str, data: list[Any], *, microbatches: int = 1, fn: Any = loss, told: str = "loss"
+    optimizer: str, data: list[Any], *, microbatches: int = 1, fn: Any = loss, told: str = "loss", **more: Any
 ) -> tuple[list[float], Any]:
-    """Returns the losses and the parameters of single-device training. **Arguments:** `told`: in place of losses."""
+    """Returns the losses and the parameters of single-device training.
+
+    **Arguments:** `told`: in place of losses. `more`: of `parallelize`.
+    """
     strategies = {"data": bx.DataParallel()}
     made: Any = {"init": init, "batch": spec(len(data[0]["target"])), "microbatches": microbatches}
-    made["metrics"] = [told] if told == "grad_norm" else []
+    made |= {"metrics": [told] if told == "grad_norm" else [], **more}
     step: Any = bx.parallelize(fn, {**OPTIMIZERS, **SUMMED}[optimizer], one_device(), strategies, **made)
     state, losses = step.init(jax.random.key(0)), list[float]()
     for batch in data:

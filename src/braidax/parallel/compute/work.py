@@ -105,6 +105,11 @@ class Work:
         return self._loss_spec
 
     @property
+    def program(self) -> Program:
+        """The loss in training, as it is differentiated: a feed's variables it is fed."""
+        return self._program
+
+    @property
     def wants_norm(self) -> bool:
         """Whether the global norm of all gradients is a metric."""
         return self._wants_norm

@@ -26,8 +26,9 @@ class ParameterServers:
     **Arguments:** `staleness`: 0, an update takes the gradients of all workers, and each waits for it (synchronous:
     equal to single-device training with as many microbatches). A number: the same, and a worker may read what lacks so
     many updates (bounded; stale synchronous parallel, Ho et al. 2013). None: a worker's gradients are an update by
-    themselves, and nobody waits for anybody (asynchronous). `copies`, `wire`: as of `Served`. `overrides`,
-    `row_optimizers`, `touched`, `out_of_range`: as of `Hybrid`.
+    themselves, and nobody waits for anybody (asynchronous). `copies`, `wire`: as of `Served`. `spares`: how many
+    servers have nothing until `WorkerStep.resize` wants them. `overrides`, `row_optimizers`, `touched`, `out_of_range`:
+    as of `Hybrid`.
     """
 
     staleness: int | None = 0
@@ -37,6 +38,7 @@ class ParameterServers:
     touched: Mapping[str, Touched] = field(default_factory=dict[str, Touched])
     out_of_range: Literal["as jax", "raise"] = "as jax"
     wire: Wire | None = None
+    spares: int = 0
 
     def __post_init__(self) -> None:
         if self.staleness is not None and self.staleness < 0:
@@ -60,7 +62,7 @@ class ParameterServers:
             row_optimizers=self.row_optimizers,
             touched=self.touched,
             out_of_range=self.out_of_range,
-            tables=Served(copies=self.copies, wire=self.wire),
+            tables=Served(copies=self.copies, wire=self.wire, spares=self.spares),
         )
 
     def place(self, model: Model, axis: Axis, taken: Mapping[str, Layout]) -> dict[str, Choice]:

@@ -32,7 +32,8 @@ class Evaluation(NamedTuple):
 class ServedPrograms:
     """Jitted functions, each compiled at its first call.
 
-    **Arguments:** `work`, whose feed is `feed`. `batch_shardings`: in training.
+    **Arguments:** `work`, whose feed is `feed`. `batch_shardings`: in training. `gradients`: in place of those of
+    `work`.
 
     **Fields:** `reading`: in training. `whole`: the sharding of what is on every device. `init`: `key -> state`. `ids`:
     `(variables, key, step, batch) -> ids`, of each device by table. `gradients`: `(params, fed, variables, key, step,
@@ -41,7 +42,9 @@ class ServedPrograms:
     those of the new state once more, since that is given up before all servers may have them.
     """
 
-    def __init__(self, work: Work, feed: ServedFeed, batch_shardings: Any, options: CompilerOptions) -> None:
+    def __init__(
+        self, work: Work, feed: ServedFeed, batch_shardings: Any, options: CompilerOptions, gradients: Any = None
+    ) -> None:
         reading = work.reading
         assert isinstance(reading, ServedReading), "its feed is a served one"
         self._work, self._feed, self.reading = work, feed, reading
@@ -49,7 +52,7 @@ class ServedPrograms:
         self.init = compile_on(work.mesh, work.form.initial, in_shardings=(self.whole,), out_shardings=held)
         self.ids = self._compiled_ids(reading, batch_shardings)
         read = (held.params, reading.fed_shardings, held.variables, held.key, held.step)
-        self.gradients = compiled_gradients(work, read, batch_shardings, options)
+        self.gradients = compiled_gradients(work, read, batch_shardings, options, gradients)
         of_dense, _ = work.gradient_shardings
         self.apply = compile_on(
             work.mesh,
@@ -89,11 +92,14 @@ class ServedPrograms:
         )
 
 
-def compiled_gradients(work: Work, read: tuple[Any, ...], batch_shardings: Any, options: CompilerOptions) -> Any:
-    """Returns the jitted gradients of work. **Arguments:** `read`: shardings of all that they take but the batch."""
+def compiled_gradients(
+    work: Work, read: tuple[Any, ...], batch_shardings: Any, options: CompilerOptions, gradients: Any = None
+) -> Any:
+    """Returns the jitted gradients of work. **Arguments:** `read`: shardings of all that they take but the batch.
+    `gradients`: a function of the same in place of `work.gradients`."""
     return compile_on(
         work.mesh,
-        work.gradients,
+        work.gradients if gradients is None else gradients,
         in_shardings=(*read, batch_shardings),
         out_shardings=(work.gradient_shardings, work.form.shardings.variables, work.metric_shardings),
         compiler_options=options.gradients,

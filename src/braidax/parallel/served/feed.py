@@ -1,8 +1,9 @@
 """Tables on servers as a feed: what a step computes with the rows that it is given."""
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, final, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,9 @@ from braidax.parallel.rows.ids import ids_alone
 from braidax.parallel.rows.laid_flat import LaidFlat
 from braidax.parallel.rows.options import RowOptions
 from braidax.parallel.rows.reads import row_reads, without_rows
-from braidax.program import LeafUses, Program, join, named_leaves, of_no_rows, reads_argument, sums_below
+from braidax.program import LeafUses, Program, excerpts_read, join, named_leaves, of_no_rows, reads_argument, sums_below
 
-from .programs import RowRules, TableForm, growing, rules_of_own, rules_of_split, shared_of, table_form
+from .programs import ReadAs, RowRules, TableForm, growing, rules_of_own, rules_of_split, shared_of, table_form
 from .row_memory import sums_on_host
 
 _SQUARES = Sum(
@@ -120,6 +121,13 @@ class ServedReading:
         """Whether ids depend on the key and number of a step."""
         return reads_argument(self._ids, 2)
 
+    @functools.cached_property
+    def read_as(self) -> dict[str, ReadAs]:
+        """By table the type to which the program casts all of its rows at once, where that is narrower."""
+        read = excerpts_read(self._program)[-len(self._rows.lookups) :]
+        types = {name: {read[at].dtype for at in self._flat.of_table(name)} for name in self._tables}
+        return {name: one for name in types for one in get_args(ReadAs) if types[name] == {one}}
+
     def ids(self, variables: Any, key: Any, batch: Any) -> dict[str, jax.Array]:
         """Returns the ids that each device has of each table, int32 `[N, m]`."""
         if self._microbatches == 1:
@@ -151,8 +159,7 @@ class ServedReading:
         raise AssertionError("rows come from servers")
 
     def push(self, ticket: Fed, gradients: Any) -> dict[str, jax.Array]:
-        """Sums the gradients of each device's rows, `[N, K, D]`, of each table; those of its ids, `[N, m, D]`, are left
-        as they are where the host sums them."""
+        """Sums the gradients of each device's rows, `[N, K, D]`; where the host sums, its ids', `[N, m, D]`, stay."""
         found: dict[str, jax.Array] = {}
         for name, spec in self._tables.items():
             own = self._flat.pack(self._flat.of_table(name), gradients, self.num_parts, filler=0)
@@ -161,9 +168,8 @@ class ServedReading:
                 found[name] = own
                 continue
             num = ticket.rows[name].shape[1]
-            found[name] = jax.vmap(lambda g, slots, num=num: jax.ops.segment_sum(g, slots, num))(
-                own, ticket.slots[name]
-            )
+            sums = functools.partial(jax.ops.segment_sum, num_segments=num)
+            found[name] = jax.vmap(sums)(own, ticket.slots[name])
         return found
 
     def sums_on_host(self, name: str) -> bool:
@@ -245,10 +251,12 @@ class ServedFeed:
         found = self._sparse if known else row_reads(program, microbatches=microbatches).sparse
         return ServedReading(program, self.tables, found, self._options, self._mesh, self._batch_axes, microbatches)
 
-    def forms(self, born: Program) -> dict[str, TableForm]:
-        """Returns the tables as servers have them. **Arguments:** `born`: `key -> Born`. **Raises:** as `growing`."""
-        forms = {name: table_form(name, spec, born, self._rules(name)) for name, spec in self.tables.items()}
-        seen = self.placement.seen
+    def forms(self, born: Program, trained: ServedReading) -> dict[str, TableForm]:
+        """Returns the tables as servers have them. **Arguments:** `born`: `key -> Born`. `trained`: how the loss in
+        training reads them. **Raises:** as `growing`."""
+        seen, forms = self.placement.seen, dict[str, TableForm]()
+        for name, spec in self.tables.items():
+            forms[name] = table_form(name, spec, born, self._rules(name), trained.read_as.get(name))
         return forms if seen is None else {name: growing(form, seen, born) for name, form in forms.items()}
 
     def _rules(self, name: str) -> RowRules:

@@ -17,7 +17,7 @@ from braidax.spans import span
 
 from .asking import Asking
 from .compressed.feedback import Feedback
-from .compressed.travelling import unpacked_rows
+from .compressed.travelling import travels, unpacked_rows
 from .layouts.resizing import Resizing
 from .meetings.joining import Joined
 from .on_servers.dense import DenseForm
@@ -36,8 +36,8 @@ class Servers:
     **Arguments:** `joined`: their world. `forms`: of the tables, by name. `staleness`: how many updates one who trains
     may be ahead of another; None: each push is an update by itself. `copies`: how many servers have each part of a
     table. `spares`: how many servers have none at first. `disk`: the folder in which servers keep tables, and the bytes
-    of memory for some rows of a part of them; None is memory. `wire`: how rows travel. `dense`: by server what it has
-    whole, where those who train have nothing; gradients are then averaged.
+    of memory for some rows of a part of them; None is memory. `wire`: how rows travel. `dense`: what each of so many
+    servers has whole, where those who train have nothing; gradients are then averaged.
 
     **Raises:** `ArgumentError`; what servers raise that have no room.
     """
@@ -52,13 +52,14 @@ class Servers:
         spares: int = 0,
         disk: tuple[str, int] | None = None,
         wire: Wire | None = None,
-        dense: Sequence[DenseForm] = (),
+        dense: Callable[[int], Sequence[DenseForm]] = lambda _: (),
     ) -> None:
-        self._forms, self._dense, self._joined = forms, dense, joined
+        self._forms, self._dense_of, self._joined = forms, dense, joined
         self._world, self._closed = joined.world, False
         self._num_workers, self.worker = joined.meeting.num_workers, joined.worker
         self._wire: Wire | None = wire
         self._asking = Asking(joined, copies, spares)
+        self._dense = dense(self.num_servers)
         self._whole = WholeTables(self._asking, forms)
         self._workers: Communicator | None = None
         self._stack = contextlib.ExitStack()
@@ -94,7 +95,7 @@ class Servers:
         """Returns what a server is told that makes a part."""
         fields, arrays = {"tables": tables, "parts": parts, **more}, dict(programs)
         if self._dense:
-            fields["dense"], of_dense = self._dense[part].told()
+            fields["dense"], of_dense = self._dense_of(parts)[part].told()
             fields["gradients"] = "averaged"
             arrays |= {f"dense/{name}": program for name, program in of_dense.items()}
         return self._asking.packed(kind, part, fields, arrays)
@@ -125,6 +126,7 @@ class Servers:
         **Raises:** as `ServedStep.resize`.
         """
         self._resizing.resize(num_servers)
+        self._dense = self._dense_of(self.num_servers)
 
     def prepare_resize(self, num_servers: int) -> None:
         """Begins to copy what so many servers will have; all processes call it. **Raises:** as `resize`."""
@@ -198,8 +200,8 @@ class Servers:
         """Returns rows as they are now, and what servers have whole.
 
         **Arguments:** `known`: as they were, so that only changes are asked for. `at_least`: how many updates they have
-        to have seen: it waits for these. `reads`: "rows" alone, or all. **Raises:** `PeerLost` when one who trains is
-        gone, and they will not come.
+        to have seen: it waits for these. `reads`: what. **Raises:** `PeerLost` when one who trains is gone, and they
+        will not come.
         """
         fields = {"tables": [*batch], "since": -1 if known is None else known.step, "at_least": at_least}
         values = {
@@ -215,13 +217,15 @@ class Servers:
         self.check_all_are_there(answers)
         whole: dict[str, NDArray[Any]] = {}
         for server, answer in enumerate(answers):
-            if self._dense and reads == "all":
+            if self._dense and reads != "rows":
                 whole |= {name: answer.arrays[f"dense/{at}"] for at, name in enumerate(self._dense[server].names)}
             for name, rows in batch.items():
                 changed = answer.arrays.get(f"{name}/changed")
                 expected = self._empty(name, len(rows.asked(server) if changed is None else changed))
                 told = f"rows of {name} that server {server} has sent"
-                found = unpacked_rows(answer.arrays, name, self._wire, expected, told)
+                found = unpacked_rows(
+                    answer.arrays, name, travels(self._forms[name], self._wire, reads), expected, told
+                )
                 rows.put(values[name], server, found, changed)
         return Rows(min(int(answer.fields["step"]) for answer in answers), values, whole)
 
@@ -304,6 +308,21 @@ class Servers:
         first, last = (num_rows * min(one, num) // num for one in (self.worker, self.worker + 1))
         return first, last
 
+    def check_alike(self, num_updates: int) -> None:
+        """Returns when all processes have called it. **Raises:** `ArgumentError` where they have not taken as many
+        updates."""
+        self.meet()
+        taken = (
+            [num_updates]
+            if self._workers is None
+            else [int(one) for one in self._workers.all_gather(np.array(num_updates))]
+        )
+        if len({*taken}) > 1:
+            raise ArgumentError(
+                f"workers have taken {taken} updates: expected all to call this behind the same one, where an update "
+                f"takes the gradients of all"
+            )
+
     def all_counts(self, count: int) -> list[int]:
         """Returns what each process that brings rows has given; all of them call it."""
         if self._joined.bringers == 1 or self._workers is None:
@@ -332,8 +351,8 @@ class Servers:
         """Returns how many updates servers have seen, and what each has whole, with what is kept of it, by path."""
         found = dict[str, NDArray[Any]]()
         answers = self.ask("read dense", lambda _: {})
-        for form, answer in zip(self._dense, answers, strict=True):
-            found |= {one.name: answer.arrays[str(at)].copy() for at, one in enumerate(form.carry)}
+        for answer in answers:
+            found |= {name: one.copy() for name, one in answer.arrays.items()}
         return min(int(answer.fields["step"]) for answer in answers), found
 
     def write_whole(self, carry: Mapping[str, Any], step: int) -> None:
@@ -365,8 +384,9 @@ class Servers:
         """
         with contextlib.suppress(CommError, WaitTimeout):  # one that has failed asks no more
             if self._dense and not self._closed:  # others may train on
-                for server in range(self.num_servers):
-                    self._world.ask(server, packed("leave"))
+                for server in range(self._asking.num_ranks):
+                    with contextlib.suppress(PeerLost):
+                        self._world.ask(server, packed("leave"))
             elif others == "wait" and not self._closed:
                 self.meet()
         self._closed = True

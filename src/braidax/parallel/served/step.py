@@ -71,7 +71,7 @@ class ServedStep:
         self._lags: Counter[int] = Counter()
         self._last: weakref.ref[jax.Array] | None = None  # the step of the state that belongs to what servers have
         self._num_updates, self._key = -1, None  # before there are any tables
-        self._forms = feed.forms(born)
+        self._forms = feed.forms(born, self._reading)
         placement = feed.placement
         joined = join_with_processes(gang, copies=placement.copies)
         self._servers = Servers(
@@ -178,12 +178,13 @@ class ServedStep:
         if pulling is None:
             ids = self._programs.ids(state.variables, state.key, state.step, batch)
             self._pushing.wait_for_own(behind=placement.staleness)
-            (rows, pulled), fed = self._pulling.pull(ids, at_least=at_least), None
+            (rows, pulled), fed = self._pulling.pull(ids, at_least=at_least, reads="training"), None
         else:
             rows, pulled, fed = self._pulling.coming(pulling)
             self._pushing.wait_for_own(behind=placement.staleness)
             if pulled.step < at_least:
-                pulled, fed = self._servers.pull(rows, known=pulled, at_least=at_least), None
+                fed = None
+                pulled = self._servers.pull(rows, known=pulled, at_least=at_least, reads="training")
         self._lags[max(0, self._num_updates - pulled.step)] += 1
         fed = fed_with(self._reading, rows, pulled) if fed is None else fed
         self._in_flight.make_room()

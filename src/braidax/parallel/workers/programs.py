@@ -20,6 +20,7 @@ from braidax.parallel.served.programs import KeptForm, exported, key_form, numbe
 from braidax.program import Program, compile_on, named_leaves, trace
 from braidax.program.prune import prune
 
+from .border import Border
 from .crossing import Crossings
 
 
@@ -27,7 +28,7 @@ from .crossing import Crossings
 class WorkerPrograms:
     """Jitted functions of a worker, each compiled at its first call.
 
-    **Arguments:** `work`, `batch_shardings`: in training.
+    **Arguments:** `work`, `batch_shardings`: in training. `border`: through which what is trained crosses.
 
     **Fields:** `rows`: those of tables by rows, where there are some. `gradients`: `(params, fed, variables, key, step,
     batch) -> ((gradients, those of rows), variables, metrics)`, where there are no tables by rows without `fed` and
@@ -35,16 +36,23 @@ class WorkerPrograms:
     + 1)`.
     """
 
-    def __init__(self, work: Work, batch_shardings: Any, options: CompilerOptions) -> None:
+    def __init__(self, work: Work, batch_shardings: Any, options: CompilerOptions, border: Border) -> None:
         held, whole = work.form.shardings, NamedSharding(work.mesh, PartitionSpec())
         feed = work.feed if isinstance(work.feed, ServedFeed) else None
-        self.rows = None if feed is None else ServedPrograms(work, feed, batch_shardings, options)
+
+        def gradients(params: Any, *given: Any) -> Any:
+            found, *rest = work.gradients(border.laid_out(params), *given)
+            found = border.of(found) if feed is None else (border.of(found[0]), found[1])
+            return found, *rest
+
+        crossing = gradients if border.crosses_less else None
+        self.rows = None if feed is None else ServedPrograms(work, feed, batch_shardings, options, crossing)
         self._readings: Readings | None = None
         if self.rows is not None:
             self.gradients = self.rows.gradients
         else:
             read = (held.params, whole, held.variables, held.key, held.step)
-            self.gradients = compiled_gradients(work, read, batch_shardings, options)
+            self.gradients = compiled_gradients(work, read, batch_shardings, options, crossing)
             self._readings = Readings(work, read, options.apply)
         self.key = compile_on(
             work.mesh, lambda key: work.form.initial(key).key, in_shardings=(whole,), out_shardings=whole
@@ -89,14 +97,14 @@ class ServerForms(NamedTuple):
     gathers: bool
 
 
-def server_forms(work: Work, num_servers: int, staleness: int | None) -> ServerForms:
+def server_forms(work: Work, border: Border, num_servers: int, staleness: int | None) -> ServerForms:
     """Returns what each server has whole: variables are dealt out, the largest first, to who has least.
 
     Where the optimizer sums over gradients of variables of several servers, each sums over its own, and these numbers
     are put together.
 
-    **Arguments:** `staleness`: of the strategy. **Raises:** `ArgumentError` where the optimizer moves one variable by
-    more of another that lies elsewhere.
+    **Arguments:** `border`: of workers. `staleness`: of the strategy. **Raises:** `ArgumentError` where the optimizer
+    moves one variable by more of another that lies elsewhere.
     """
     flat = _flat(work)
     leaves = jax.tree.leaves(_carry_of(work.form.specs))
@@ -114,7 +122,7 @@ def server_forms(work: Work, num_servers: int, staleness: int | None) -> ServerF
     wants_norm = work.wants_norm
     whole = flat if crossings is None else flat._replace(program=crossings.given())
     forms = [
-        _form(work, whole, leaves, set(names), server, _parts(flat, crossings, set(names), server, wants_norm))
+        _form(work, border, whole, leaves, set(names), server, _parts(flat, crossings, set(names), server, wants_norm))
         for server, names in enumerate(owned)
     ]
     gathers = wants_norm or (num_servers > 1 and bool(flat.sums)) or (crossings is not None and bool(crossings.found))
@@ -190,7 +198,9 @@ def _flat(work: Work) -> _Flat:
     )
 
 
-def _form(work: Work, flat: _Flat, leaves: Sequence[Any], names: set[str], server: int, parts: bytes) -> DenseForm:
+def _form(
+    work: Work, border: Border, flat: _Flat, leaves: Sequence[Any], names: set[str], server: int, parts: bytes
+) -> DenseForm:
     """Returns what a server has whole. **Arguments:** `leaves`: specs of `flat.carry`. `names`: of its variables.
     `parts`: of its programs."""
     own = [at for at, owner in enumerate(flat.owners) if owner in names or not owner]
@@ -224,6 +234,8 @@ def _form(work: Work, flat: _Flat, leaves: Sequence[Any], names: set[str], serve
         programs=DensePrograms(
             begin=exported(*_begun(work, own)), update=exported(lambda *given: program(*given), *specs), parts=parts
         ),
+        read=tuple(border.read[name] for name in of_values),
+        given=tuple(border.given[flat.gradients[at]] for at in moved),
     )
 
 

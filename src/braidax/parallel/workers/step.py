@@ -22,7 +22,6 @@ from braidax.parallel.given.arrays import canonical, place, typed_key, with_shar
 from braidax.parallel.plan.parameter_servers import ParameterServers
 from braidax.parallel.run_ahead import check_coming
 from braidax.parallel.served.batches.batch_rows import BatchRows, Reads, Rows
-from braidax.parallel.served.batches.gathering import Gathering
 from braidax.parallel.served.batches.pulling import Pulling, fed_with
 from braidax.parallel.served.batches.pushing import Pushing, Summing
 from braidax.parallel.served.compiled import Evaluation
@@ -33,7 +32,9 @@ from braidax.parallel.served.servers import Servers
 from braidax.parallel.state import State
 from braidax.program import Program, difference, named_leaves, specs_of
 
-from .programs import WorkerPrograms, server_forms
+from .border import Border
+from .dealing import Dealing, Dealt
+from .programs import WorkerPrograms
 from .saved import ServedVariables
 
 
@@ -70,16 +71,17 @@ class WorkerStep:
             )
         self.mesh, self.plan, self.batch_shardings = work.mesh, work.plan, batch_shardings
         self._form, self._batch_specs, self._strategy = work.form, batch, strategy
-        self._programs = WorkerPrograms(work, batch_shardings, compiler_options)
+        border = Border(work)
+        self._programs = WorkerPrograms(work, batch_shardings, compiler_options, border)
         self._in_flight = InFlight(self.mesh)
         self._in_flight.calls_host = work.calls_host
         self._lags: Counter[int] = Counter()
         self._num_updates = -1  # before there is a state
         self._last: weakref.ref[jax.Array] | None = None  # the step of the last one
         self._key: Any = None  # its key
-        self._forms = {} if feed is None else feed.forms(born)
-        made = server_forms(work, num_servers_of(servers), strategy.staleness)  # before others wait for this one
-        self._wants_norm = work.wants_norm
+        made, self._wants_norm = self._programs.rows, work.wants_norm
+        self._forms = {} if feed is None or made is None else feed.forms(born, made.reading)
+        dealt = Dealt(work, border, num_servers_of(servers), strategy)  # before others wait for this one
         joined = join_alone(servers, copies=strategy.copies)
         self.worker, self.num_workers = joined.worker, joined.meeting.num_workers
         self._servers = Servers(
@@ -87,17 +89,17 @@ class WorkerStep:
             self._forms,
             staleness=strategy.staleness,
             copies=strategy.copies,
+            spares=strategy.spares,
             wire=strategy.wire,
-            dense=made.forms,
+            dense=dealt.forms,
         )
-        gathering = Gathering(self._servers, self._forms, wants_norm=work.wants_norm)
-        self._gathering = gathering if made.gathers else None
+        self._dealing = Dealing(self._servers, dealt, self._forms, wants_norm=work.wants_norm)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-workers")
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="braidax-ahead")  # waits for no push
         self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
         self._summing, self._pushing = Summing(self._threads), Pushing(self._servers, self._thread)
-        reads: Reads = "rows" if strategy.staleness == 0 else "all"  # what is whole moves in each update
-        self._pulling = None if feed is None else Pulling(self._servers, feed, self._ahead, ahead=reads)
+        ahead: Reads = "rows" if strategy.staleness == 0 else "training"  # what is whole moves in each update
+        self._pulling = None if feed is None else Pulling(self._servers, feed, self._ahead, ahead=ahead)
         tables = ServedTables(self._servers, self._forms, self._settled, self._adopt)
         self._saved = ServedVariables(self._servers, tables, self._settled, self.worker)
 
@@ -239,17 +241,16 @@ class WorkerStep:
         drawn, step = self._programs.next(state.key, state.step)
         key = self._draws_by(state.key, state.step, drawn)
         bound = self._strategy.staleness
-        self._pushing.wait_for_own(
-            behind=1 if bound is None else bound
-        )  # asynchronously a push travels beside the next batch
+        behind = 1 if bound is None else bound  # asynchronously a push travels beside the next batch
+        self._pushing.wait_for_own(behind=behind)
         made = self._programs.rows
         if ahead is None:
-            rows, pulled = self._pull(None if made is None else made.ids(state.variables, *key, batch))
+            rows, pulled = self._pull(None if made is None else made.ids(state.variables, *key, batch), "training")
         else:
             assert self._pulling is not None, "it was taken from it"
             rows, pulled, _ = self._pulling.coming(ahead)
             if bound == 0 or (bound is not None and pulled.step < number - bound):
-                pulled = self._servers.pull(rows, known=pulled, at_least=number - bound)
+                pulled = self._servers.pull(rows, known=pulled, at_least=number - bound, reads="training")
         if bound is not None:
             self._lags[max(0, number - pulled.step)] += 1
         params = self._placed(pulled.whole)
@@ -282,13 +283,13 @@ class WorkerStep:
         self._in_flight.add(metrics["loss"])
         return metrics
 
-    def _pull(self, ids: Any) -> tuple[Mapping[str, BatchRows], Rows]:
+    def _pull(self, ids: Any, reads: Reads = "all") -> tuple[Mapping[str, BatchRows], Rows]:
         """Returns what a batch reads, with as many updates as it may not lack."""
         bound = self._strategy.staleness
         at_least = 0 if bound is None else self._num_updates - bound
         if self._pulling is None or ids is None:
-            return {}, self._servers.pull({}, at_least=at_least)
-        return self._pulling.pull(ids, at_least=at_least)
+            return {}, self._servers.pull({}, at_least=at_least, reads=reads)
+        return self._pulling.pull(ids, at_least=at_least, reads=reads)
 
     def _placed(self, whole: Mapping[str, NDArray[Any]]) -> Any:
         """Brings what servers have whole to the devices, as the loss has it."""
@@ -310,10 +311,10 @@ class WorkerStep:
         gradients = {} if made is None else self._summing.summed(rows, payload, made.reading.sums_on_host)
         whole = {name: np.asarray(leaf) for name, leaf in named_leaves(dense)} | {"": np.asarray(loss)}
         norm = None
-        if self._gathering is not None:
-            gathered = self._gathering.gather(rows, gradients, number, whole)
+        if (gathering := self._dealing.gathering) is not None:
+            gathered = gathering.gather(rows, gradients, number, whole)
             norm = jnp.asarray(gathered.norm) if self._wants_norm else None
-            seen = self._gathering.push(gathered, number)
+            seen = gathering.push(gathered, number)
         else:
             seen = self._servers.push(rows, gradients, dict.fromkeys(rows, ()), number, whole)
         if self._strategy.staleness is None:
@@ -329,6 +330,38 @@ class WorkerStep:
     def finish(self) -> None:
         """Waits until servers have all that this worker has pushed. **Raises:** what became of that."""
         self._pushing.wait_for_own()
+
+    def resize(self, num_servers: int) -> None:
+        """Lets another number of servers have all variables, from the next update on; all workers call it.
+
+        Rows lie as `ServedStep.resize` says. Variables that one server has whole are dealt out anew, and copied with
+        what the optimizer keeps of them. No update is lost, and nothing changes but the last digits of sums over all
+        gradients. Where an update takes the gradients of all, all call it behind the same one; asynchronously it waits
+        for each to come.
+
+        **Arguments:** `num_servers`: at least as many as the strategy has copies, at most the ranks of the gang that
+        are not lost; its `spares` keeps some of them for later. As many as there are: nothing is done.
+
+        **Raises:** `ArgumentError` for another number, or workers behind other updates. `CallFailed` where a server has
+        no room; `PeerLost` where one is lost, or a worker: everything then stays where it was.
+        """
+        self._settle_alike()
+        if self._pulling is not None:
+            self._pulling.wait()
+        self._dealing.resize(num_servers)
+        if self._pulling is not None:
+            self._pulling.divide()
+
+    def prepare_resize(self, num_servers: int) -> None:
+        """Begins to copy rows to where `resize(num_servers)` wants them, as `ServedStep.prepare_resize` does; all
+        workers call it. **Arguments, Raises:** as of `resize`."""
+        self._settle_alike()
+        self._dealing.prepare_resize(num_servers)
+
+    def _settle_alike(self) -> None:
+        """Returns when all workers have called it, and servers have all that was pushed."""
+        self._pushing.wait_for_own()
+        self._servers.check_alike(0 if self._strategy.staleness is None else self._num_updates)
 
     def close(self) -> None:
         """Ends this worker's part; others go on, unless an update takes all. Servers end with the last one, and what

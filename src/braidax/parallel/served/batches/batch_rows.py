@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from braidax.parallel.served.row_memory import sum_rows
 from braidax.parallel.served.wire import Message
 
-Reads = Literal["all", "rows"]
-"""What is read for a batch: rows, and variables that servers have whole, or rows alone."""
+Reads = Literal["all", "training", "rows"]
+"""What is read for a batch: rows, and variables that servers have whole; what a loss in training reads of both; or of
+rows alone."""
 
 
 class Rows(NamedTuple):

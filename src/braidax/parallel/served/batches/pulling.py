@@ -60,7 +60,7 @@ class Pulling:
         thread: Executor,
         late: ServedReading | None = None,
         *,
-        ahead: Reads = "all",
+        ahead: Reads = "training",
     ) -> None:
         self._servers, self._feed, self._thread, self._late = servers, feed, thread, late
         self._reads_ahead: Reads = ahead

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.placements import WIRES, Wire
+from braidax.parallel.served.batches.batch_rows import Reads
+from braidax.parallel.served.programs import ReadAs, TableForm
 
 _MOST = 127  # the largest code; -128 is never sent, so that x and -x travel alike
 _LEAST_SCALE = np.finfo(np.float32).tiny  # of a row of zeros, and of what is as small
@@ -17,7 +19,16 @@ _CACHED_BYTES = 1 << 20  # of the rows that are taken at a time
 _SCALES = "scales"
 
 
-def packed_rows(rows: NDArray[Any], name: str, wire: Wire | None) -> dict[str, NDArray[Any]]:
+Travels = Wire | ReadAs
+"""How rows travel: in fewer bits than they have, or in a type to which a loss casts all that it reads."""
+
+
+def travels(form: TableForm, wire: Wire | None, reads: Reads) -> Travels | None:
+    """Returns how rows of a table travel to who reads them; None is as they are."""
+    return wire if wire is not None or reads == "all" else form.read_as
+
+
+def packed_rows(rows: NDArray[Any], name: str, wire: Travels | None) -> dict[str, NDArray[Any]]:
     """Returns rows as the arrays of a message, each with a dim of rows in front.
 
     Each row is packed by itself: what becomes of it does not depend on the others. As int8 it is `rint(x / s)` and a
@@ -27,9 +38,9 @@ def packed_rows(rows: NDArray[Any], name: str, wire: Wire | None) -> dict[str, N
     """
     if wire is None:
         return {name: rows}
-    if wire == "bfloat16":
+    if wire != "int8":
         with np.errstate(over="ignore"):  # what is above all of its numbers is infinite, as IEEE 754 rounds
-            return {name: rows.astype(jnp.bfloat16)}
+            return {name: rows.astype(jnp.dtype(wire))}
     codes, scales = np.empty(rows.shape, np.int8), np.empty(len(rows), np.float32)
     num = max(1, _CACHED_BYTES // max(1, rows.itemsize * rows.shape[1]))
     for start in range(0, len(rows), num):
@@ -52,7 +63,7 @@ def _in_int8(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.float32]]:
 def unpacked_rows(
     arrays: Mapping[str, NDArray[Any]],
     name: str,
-    wire: Wire | None,
+    wire: Travels | None,
     expected: NDArray[Any] | jax.ShapeDtypeStruct,
     told: str,
 ) -> NDArray[Any]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 from braidax.parallel.served.programs import KeptForm
+from braidax.program import Excerpt
 
 _NUM_LOADED = 256  # programs that are kept
 
@@ -38,7 +39,8 @@ class DenseForm:
 
     **Fields:** `names`: of the variables. `values`: which of `carry` they are. `moved`: which of them have gradients.
     `carry`: forms, which are called by their paths in a state. `numbers`: tables by name, with how many numbers their
-    rows move by. `sums`: tables over whose gradients the optimizer needs sums. `programs`.
+    rows move by. `sums`: tables over whose gradients the optimizer needs sums. `programs`. `read`, `given`:
+    what of the variables a loss in training reads, and what of the gradients of `moved` is not zero beyond it.
     """
 
     names: tuple[str, ...]
@@ -48,10 +50,12 @@ class DenseForm:
     numbers: tuple[tuple[str, int], ...]
     sums: tuple[str, ...]
     programs: DensePrograms
+    read: tuple[Excerpt, ...]
+    given: tuple[Excerpt, ...]
 
     def told(self) -> tuple[dict[str, Any], dict[str, NDArray[np.uint8]]]:
         """Returns it as a request has it: JSON values, and the programs."""
-        plain = {one: getattr(self, one) for one in ("names", "values", "moved", "numbers", "sums")}
+        plain = {one: getattr(self, one) for one in ("names", "values", "moved", "numbers", "sums", "read", "given")}
         plain["carry"] = [[one.name, one.shape, one.dtype] for one in self.carry]
         programs = {name: np.frombuffer(one, np.uint8) for name, one in self.programs._asdict().items()}
         return plain, programs
@@ -62,6 +66,8 @@ class DenseForm:
         plain: dict[str, Any] = {name: tuple(fields[name]) for name in fields}
         plain["carry"] = tuple(KeptForm(name, tuple(shape), dtype) for name, shape, dtype in plain["carry"])
         plain["numbers"] = tuple((name, int(count)) for name, count in plain["numbers"])
+        for name in ("read", "given"):
+            plain[name] = tuple(Excerpt(dtype, tuple(start), tuple(stop)) for dtype, start, stop in plain[name])
         return cls(**plain, programs=DensePrograms(*(programs[name].tobytes() for name in DensePrograms._fields)))
 
 
@@ -74,6 +80,7 @@ class DensePart:
         self._begin, self._update = loaded(form.programs.begin), loaded(form.programs.update)
         self._parts = loaded(form.programs.parts) if form.programs.parts else None
         self.carry: list[NDArray[Any]] = [np.zeros(one.shape, jax.numpy.dtype(one.dtype)) for one in form.carry]
+        self._read: list[NDArray[Any]] | None = None
 
     def bear(self, key_data: NDArray[Any]) -> None:
         """Makes the first values, as the user's `init` does. **Arguments:** `key_data`: of its key."""
@@ -87,19 +94,32 @@ class DensePart:
         if got != expected:
             names = [one.name for one in self.form.carry]
             raise ArgumentError(f"variables {names} were given as {_words(got)}, expected {_words(expected)}")
-        self.carry = found
+        self.carry, self._read = found, None
 
     def values(self) -> list[NDArray[Any]]:
         """Returns the variables, in the order of their names."""
         return [self.carry[at] for at in self.form.values]
 
-    def check(self, gradients: Sequence[NDArray[Any]]) -> None:
-        """Raises `ArgumentError` for other gradients than those of the variables that have some."""
-        expected = [self.carry[self.form.values[at]] for at in self.form.moved]
-        got, wanted = ([(one.dtype, one.shape) for one in some] for some in (gradients, expected))
+    def read(self) -> list[NDArray[Any]]:
+        """Returns what of the variables a loss in training reads; it is cut once for all who ask between two
+        updates."""
+        if self._read is None:
+            pairs = zip(self.form.read, self.values(), strict=True)
+            self._read = [np.asarray(one.of(value), order="C") for one, value in pairs]
+        return self._read
+
+    def gradients(self, given: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Returns gradients as they move variables, of what has travelled.
+
+        **Raises:** `ArgumentError` for others than those of the variables that have some.
+        """
+        got = [(one.dtype, one.shape) for one in given]
+        wanted = [(np.dtype(jax.numpy.dtype(one.dtype)), one.shape) for one in self.form.given]
         if got != wanted:
             names = [self.form.names[at] for at in self.form.moved]
             raise ArgumentError(f"gradients of {names} are {_words(got)}, expected {_words(wanted)}")
+        like = [self.carry[self.form.values[at]] for at in self.form.moved]
+        return [one.laid_out(box, spec) for one, box, spec in zip(self.form.given, given, like, strict=True)]
 
     def parts(self, gradients: Sequence[Any], loss: Any) -> list[NDArray[Any]]:
         """Returns the numbers of an update that other servers need of this one, and squares, as of `DensePrograms`."""
@@ -115,7 +135,7 @@ class DensePart:
         """
         found = [np.asarray(one) for one in self._update(*self.carry, *gradients, loss, *totals)]
         count = len(self.carry)
-        self.carry, numbers = found[:count], iter(found[count:])
+        self.carry, numbers, self._read = found[:count], iter(found[count:]), None
         return {name: [next(numbers) for _ in range(num)] for name, num in self.form.numbers}
 
 

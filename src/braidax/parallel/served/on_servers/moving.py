@@ -87,11 +87,23 @@ class Moving:
         **Raises:** `PeerLost` where nobody has some of them any more; what a server raises.
         """
         if self._copy_some(self._left, _MOST_BYTES, num_asked=_NUM_ASKED):
-            states = {source: self._found(source, "state", {}) for source in self._sources()}
+            every = range(len(self._having)) if self._part.wanted else self._sources()
+            states = {source: self._found(source, "state", {}) for source in every}
             for source, before in self._before.items():
                 self._copy_changed(source, before, _before(states[source]))
+            self._part.take_whole(self._found_whole())
             self._part.follow([*states.values()])
             self.is_full = True
+
+    def _found_whole(self) -> dict[str, NDArray[Any]]:
+        """Returns what this part is to have whole, and former parts have."""
+        found, wanted = dict[str, NDArray[Any]](), self._part.wanted
+        for source in range(len(self._having) if wanted else 0):
+            names = [name for name in wanted if name not in found]
+            came = self._found(source, "read dense", {"names": names}).arrays
+            self.num_bytes += 0 if source in self._own else sum(one.nbytes for one in came.values())
+            found |= came
+        return found
 
     def _copy_changed(self, source: int, before: _Before, now: _Before) -> None:
         """Copies once more what is not as it was when rows were copied ahead."""

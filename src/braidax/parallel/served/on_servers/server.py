@@ -1,6 +1,6 @@
 """A server: the parts of tables that one rank of a gang has, and what it answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, final
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.placements import Wire
-from braidax.parallel.served.compressed.travelling import packed_rows, unpacked_rows, wire_from
+from braidax.parallel.served.compressed.travelling import packed_rows, travels, unpacked_rows, wire_from
 from braidax.parallel.served.on_servers.growing.answers import follow_state, growing_answers, state_of
 from braidax.parallel.served.on_servers.growing.seen_shard import SeenShard
 from braidax.parallel.served.wire import Message, packed, unpacked
@@ -17,6 +17,7 @@ from braidax.parallel.served.wire import Message, packed, unpacked
 from .copying import copied, copied_again
 from .dense import DenseForm, DensePart, DensePrograms
 from .gathered import Agreements, moved_whole, sums_of_all, sums_of_rows
+from .reading import rows_changed, rows_lying, variables
 from .shard import Shard
 from .told import disks_of, forms_from
 from .updates import AnyShard, Given, Update, Updates, Waiting
@@ -161,16 +162,17 @@ class TableServer:
         if wanted > self._updates.step:
             return self._later(wanted, rank, message) if self._gone is None else self._lost(self._gone)
         found: dict[str, NDArray[Any]] = {}
-        since = int(message.fields["since"])
+        since, reads = int(message.fields["since"]), message.fields.get("reads", "all")
         for name in message.fields["tables"]:
             shard, ids = self._shard(name), message.arrays[name]
             shard.check(ids, f"ids of {name}")
             if since >= 0 and shard.rests:
                 changed = shard.moved_since(ids, since)
                 found[f"{name}/changed"], ids = changed, ids[changed]
-            found |= packed_rows(shard.pull(ids), name, self._wire)
-        if self._dense is not None and message.fields.get("reads") != "rows":
-            found |= {f"dense/{at}": value for at, value in enumerate(self._dense.values())}
+            found |= packed_rows(shard.pull(ids), name, travels(shard.form, self._wire, reads))
+        if self._dense is not None and reads != "rows":
+            values = self._dense.values() if reads == "all" else self._dense.read()
+            found |= {f"dense/{at}": value for at, value in enumerate(values)}
         return packed("rows", {"step": self._updates.step}, found)
 
     def _stage(self, rank: int, message: Message) -> Any:
@@ -307,9 +309,8 @@ class TableServer:
         """Returns gradients of variables that are here whole, checked, and the loss."""
         if self._dense is None:
             return []
-        gradients = [message.arrays[f"dense/{at}"] for at in range(len(self._dense.form.moved))]
-        self._dense.check(gradients)
-        return [*gradients, message.arrays["loss"]]
+        given = [message.arrays[f"dense/{at}"] for at in range(len(self._dense.form.moved))]
+        return [*self._dense.gradients(given), message.arrays["loss"]]
 
     def _gradients(self, message: Message) -> Given:
         """Returns what of an update is gradients, checked: nothing is moved yet."""
@@ -324,36 +325,33 @@ class TableServer:
         return given
 
     def _read(self, rank: int, message: Message) -> Any:
-        """Reads consecutive rows here, as they are now, and what is kept of them."""
-        shard, start, stop = (
-            self.shard_of_all(message.fields["table"]),
-            *(int(message.fields[at]) for at in ("start", "stop")),
-        )
-        part = slice(max(0, start), min(stop, shard.num_rows))
-        shard.settle(part)
-        values, *leaves, _ = shard.lying(part)
-        kept = {f"kept/{at}": leaf for at, leaf in enumerate(leaves)}
-        shared = {f"shared/{at}": number for at, number in enumerate(shard.shared)}
-        return packed("rows", {"step": self._updates.step}, {"values": values, **kept, **shared})
+        return rows_lying(self.shard_of_all(message.fields["table"]), self._updates.step, message.fields)
 
     def _changed(self, rank: int, message: Message) -> Any:
-        """Reads rows that may have changed since a step, as they are now, and says which of those here they are."""
-        shard, fields = self.shard_of_all(message.fields["table"]), message.fields
-        ids, looked = shard.changed(*(int(fields[one]) for one in ("since", "start", "most")))
-        told = {"step": self._updates.step, "begun": shard.begun, "looked": looked}
-        return packed("rows", told, {"ids": ids, "values": shard.pull(ids)})
+        return rows_changed(self.shard_of_all(message.fields["table"]), self._updates.step, message.fields)
 
     def _read_dense(self, rank: int, message: Message) -> Any:
-        """Reads the variables that are here whole, and what is kept of them."""
-        carry = self._having_dense().carry
-        return packed("dense", {"step": self._updates.step}, {str(at): one for at, one in enumerate(carry)})
+        return variables(self._having_dense(), self._updates.step, message.fields)
 
     def _state(self, rank: int, message: Message) -> Any:
         """Tells what a copy of this part has besides rows."""
         pairs = {f"{name}/{at}": one for name, shard in self.shards.items() for at, one in state_of(shard).items()}
         begun = {name: shard.begun for name, shard in self.shards.items()}
         settled = {name: shard.settled for name, shard in self.shards.items() if isinstance(shard, Shard)}
-        return packed("state", {"step": self._updates.step, "begun": begun, "settled": settled}, pairs)
+        told = {"step": self._updates.step, "next": self._updates.told(), "begun": begun, "settled": settled}
+        return packed("state", told, pairs)
+
+    @property
+    def wanted(self) -> list[str]:
+        """What this part has whole, variables and what is kept of them, by path."""
+        return [] if self._dense is None else [one.name for one in self._dense.form.carry]
+
+    def take_whole(self, found: Mapping[str, NDArray[Any]]) -> None:
+        """Puts what other servers had whole here. **Arguments:** `found`: all that is `wanted`."""
+        if lacking := [name for name in self.wanted if name not in found]:
+            raise ArgumentError(f"servers lack {lacking}, which part {self.number} of {self.size} is to have whole")
+        if self.wanted:
+            self._having_dense().load([found[name] for name in self.wanted])
 
     def follow(self, states: Sequence[Message]) -> None:
         """Goes on as others, which have the rows that were copied here, stand. **Arguments:** what they tell as
@@ -369,6 +367,8 @@ class TableServer:
             begun = {int(state.fields["begun"][name]) for state in states}
             shard.begun = max(begun) + (len(begun) > 1)  # which of them were put there behind others is not known
         self._begin(steps[0])
+        for state in states:
+            self._updates.follow(state.fields["next"])
 
     def close(self) -> None:
         """Lets go of all tables."""

@@ -158,6 +158,15 @@ class Updates:
         self._coming.clear()
         self._next.clear()
 
+    def told(self) -> list[list[int]]:
+        """Returns which update of each is next, if they are their own, for `follow`."""
+        return [[rank, step] for rank, step in self._next.items()]
+
+    def follow(self, told: Sequence[Sequence[int]]) -> None:
+        """Takes no update again that another server has taken. **Arguments:** what `told` returns there."""
+        for rank, step in told:
+            self._next[rank] = max(step, self._next.get(rank, 0))
+
     def _key(self, rank: int, step: int) -> tuple[int, int]:
         return (rank if self._staleness is None else -1, step)
 
