@@ -81,7 +81,9 @@ def test_what_is_made(name: str) -> None:
 
 def test_numpy_rounds_as_jax_does() -> None:
     bits = np.random.default_rng(0).integers(0, 2**32, 20_000, np.uint32)
-    values = np.concatenate([bits.view(np.float32), np.float32([0, -0.0, np.inf, -np.inf, 1e-40, 65520, 65519])])
+    values = np.concatenate(
+        [bits.view(np.float32), np.array([0, -0.0, np.inf, -np.inf, 1e-40, 65520, 65519], np.float32)]
+    )
     values = values[~np.isnan(values)]
     for dtype in ("bfloat16", "float16"):
         excerpt = Excerpt(dtype, (0,), values.shape)

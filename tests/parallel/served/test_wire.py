@@ -14,7 +14,7 @@ import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.gang import LocalGang
 from braidax.parallel.served.compressed import travelling
-from braidax.parallel.served.compressed.travelling import packed_rows, unpacked_rows
+from braidax.parallel.served.compressed.travelling import Travelling, packed_rows, unpacked_rows
 from braidax.parallel.served.on_servers.server import TableServer
 from braidax.parallel.served.on_servers.told import described
 from braidax.parallel.served.wire import packed
@@ -142,8 +142,12 @@ def test_what_was_not_agreed_on_is_refused_and_changes_nothing(case: str, kind: 
 
 def test_rows_do_not_travel_as_nobody_knows() -> None:
     server, before = made("int8"), rows_of(made("int8"))
-    with pytest.raises(ArgumentError, match=r"^rows would travel as 'int4': expected one of \['bfloat16', 'int8'\]"):
+    with pytest.raises(
+        ArgumentError, match=r"^rows would travel as .int4.: expected one of .None, .bfloat16., .int8.."
+    ):
         ask(server, "make", {"tables": [], "wire": "int4"})
+    with pytest.raises(ArgumentError, match=r"^rows would travel as .int8.: expected one of .'bfloat16', 'float16'."):
+        ask(server, "make", {"tables": [], "wire": None, "read_as": {"table": "int8"}})
     np.testing.assert_array_equal(rows_of(server), before)
 
 
@@ -385,7 +389,7 @@ def test_what_cannot_travel_is_refused(gang: LocalGang) -> None:
 def test_an_answer_of_another_form_is_refused(gang: LocalGang, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_step(gang, "int8") as step:
         state = step.init(jax.random.key(0))
-        monkeypatch.setattr(step._servers, "_wire", "bfloat16")
+        monkeypatch.setattr(step._servers, "_travelling", Travelling("bfloat16"))
         with pytest.raises(
             ArgumentError, match=r"^rows of table that server 0 has sent are int8\[\d+, 8\], expected b"
         ):

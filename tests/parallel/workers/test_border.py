@@ -46,8 +46,8 @@ def excerpts(step: Any) -> tuple[dict[str, Excerpt], dict[str, Excerpt]]:
     """Returns what servers were told that is read, and given, by name."""
     read, given = dict[str, Excerpt](), dict[str, Excerpt]()
     for form in step._servers._dense:
-        read |= dict(zip(form.names, form.read, strict=True))
-        given |= {form.names[at]: one for at, one in zip(form.moved, form.given, strict=True)}
+        read |= dict(zip(form.names, form.excerpts.read, strict=True))
+        given |= {form.names[at]: one for at, one in zip(form.moved, form.excerpts.given, strict=True)}
     return read, given
 
 
@@ -63,7 +63,7 @@ def test_what_crosses(gang: LocalGang) -> None:
             assert told["deep/weight"] == ("bfloat16", (5, WIDTH))
             whole = step._pull(None)[1].whole
             assert whole["deep/weight"].dtype == np.float32
-            assert step._forms["words"].read_as == "bfloat16"
+            assert step._servers._travelling.read_as == {"words": "bfloat16"}
             del state
             return excerpts(step)
 
@@ -77,7 +77,7 @@ def test_training_is_as_on_one_device(gang: LocalGang, workers: int, microbatche
     losses, params = on_one_device("sgd", data, microbatches=workers * microbatches, fn=half, **EXACT)
 
     def work(number: int, seat: Any) -> Any:
-        made = {"fn": half, "optimizer": "sgd", "size": BATCH // workers, "microbatches": microbatches, **EXACT}
+        made: Any = {"fn": half, "optimizer": "sgd", "size": BATCH // workers, "microbatches": microbatches, **EXACT}
         with make_step(seat, **made) as step:
             state, found = step.init(jax.random.key(0)), list[float]()
             given = excerpts(step)[1]["deep/weight"]
@@ -121,8 +121,9 @@ def test_rows_cross_as_the_loss_reads_them(gang: LocalGang) -> None:
     losses, params = on_one_device("sgd", data, fn=half, **EXACT)
     made: Any = {"init": init, "batch": spec(BATCH), "servers": gang, **EXACT}
     strategies = {"data": bx.Hybrid(tables="servers")}
-    with bx.parallelize(half, OPTIMIZERS["sgd"], one_device(), strategies, **made) as step:
-        assert step._forms["words"].read_as == "bfloat16"
+    step: Any = bx.parallelize(half, OPTIMIZERS["sgd"], one_device(), strategies, **made)
+    with step:
+        assert step._servers._travelling.read_as == {"words": "bfloat16"}
         state, found = step.init(jax.random.key(0)), list[float]()
         for batch in data:
             state, metrics = step.update(state, batch)

@@ -25,7 +25,8 @@ from braidax.parallel.rows.options import RowOptions
 from braidax.parallel.rows.reads import row_reads, without_rows
 from braidax.program import LeafUses, Program, excerpts_read, join, named_leaves, of_no_rows, reads_argument, sums_below
 
-from .programs import ReadAs, RowRules, TableForm, growing, rules_of_own, rules_of_split, shared_of, table_form
+from .compressed.travelling import ReadAs
+from .programs import RowRules, TableForm, growing, rules_of_own, rules_of_split, shared_of, table_form
 from .row_memory import sums_on_host
 
 _SQUARES = Sum(
@@ -251,12 +252,10 @@ class ServedFeed:
         found = self._sparse if known else row_reads(program, microbatches=microbatches).sparse
         return ServedReading(program, self.tables, found, self._options, self._mesh, self._batch_axes, microbatches)
 
-    def forms(self, born: Program, trained: ServedReading) -> dict[str, TableForm]:
-        """Returns the tables as servers have them. **Arguments:** `born`: `key -> Born`. `trained`: how the loss in
-        training reads them. **Raises:** as `growing`."""
-        seen, forms = self.placement.seen, dict[str, TableForm]()
-        for name, spec in self.tables.items():
-            forms[name] = table_form(name, spec, born, self._rules(name), trained.read_as.get(name))
+    def forms(self, born: Program) -> dict[str, TableForm]:
+        """Returns the tables as servers have them. **Arguments:** `born`: `key -> Born`. **Raises:** as `growing`."""
+        forms = {name: table_form(name, spec, born, self._rules(name)) for name, spec in self.tables.items()}
+        seen = self.placement.seen
         return forms if seen is None else {name: growing(form, seen, born) for name, form in forms.items()}
 
     def _rules(self, name: str) -> RowRules:

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,6 @@ from braidax.program import Program, RowsAlone, named_leaves, rows_alone
 
 _MOST_ROWS = 2**31 - 1  # ids are int32
 _PLATFORMS = ("cpu",)  # servers compute with what is in their host memory
-
-
-ReadAs = Literal["bfloat16", "float16"]
-"""A type to which a loss may cast all rows that it reads."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,7 @@ class TableForm:
 
     **Fields:** `name`. `spec`: of the whole table. `kept`: forms. `num_shared`: how many numbers the rows share.
     `joins`: how the sums of several servers are put together, by `JOINS`. `programs`. `adagrad`: as of `RowOptimizer`;
-    None where programs alone move rows. `seen`: if it grows. `read_as`: the type to which a loss in training casts all
-    rows that it reads, if that is narrower.
+    None where programs alone move rows. `seen`: if it grows.
     """
 
     name: str
@@ -74,7 +69,6 @@ class TableForm:
     programs: Programs
     adagrad: tuple[float, float] | None = None
     seen: Seen | None = None
-    read_as: ReadAs | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -176,9 +170,7 @@ def numbers_to_send(numbers: Numbers) -> list[Any]:
     return [*jax.tree.leaves((before, numbers.now, behind)), numbers.changed]
 
 
-def table_form(
-    name: str, spec: jax.ShapeDtypeStruct, born: Program, rules: RowRules, read_as: ReadAs | None = None
-) -> TableForm:
+def table_form(name: str, spec: jax.ShapeDtypeStruct, born: Program, rules: RowRules) -> TableForm:
     """Makes the programs of a table.
 
     **Arguments:** `name`: its leaf in what `born` makes. `spec`: of the whole table. `born`: `key -> Born`.
@@ -200,9 +192,7 @@ def table_form(
     )
     joins = tuple(one.join for one in rules.sums)
     table = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
-    return TableForm(
-        name, table, rows.forms, len(rows.shared), joins, programs, rules.optimizer.adagrad, read_as=read_as
-    )
+    return TableForm(name, table, rows.forms, len(rows.shared), joins, programs, rules.optimizer.adagrad)
 
 
 class _FlatRows:

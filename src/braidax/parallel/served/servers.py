@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
-from braidax.parallel.plan.placements import Wire
 from braidax.parallel.served.batches.batch_rows import BatchRows, Reads, Rows, dropped_rows
 from braidax.spans import span
 
 from .asking import Asking
 from .compressed.feedback import Feedback
-from .compressed.travelling import travels, unpacked_rows
+from .compressed.travelling import Travelling, unpacked_rows
 from .layouts.resizing import Resizing
 from .meetings.joining import Joined
 from .on_servers.dense import DenseForm
@@ -25,6 +24,8 @@ from .on_servers.told import described
 from .programs import TableForm, TablePart, joined_sums
 from .whole_tables import WholeTables
 from .wire import Message, packed
+
+_AS_THEY_ARE = Travelling()
 
 
 @final
@@ -36,7 +37,7 @@ class Servers:
     **Arguments:** `joined`: their world. `forms`: of the tables, by name. `staleness`: how many updates one who trains
     may be ahead of another; None: each push is an update by itself. `copies`: how many servers have each part of a
     table. `spares`: how many servers have none at first. `disk`: the folder in which servers keep tables, and the bytes
-    of memory for some rows of a part of them; None is memory. `wire`: how rows travel. `dense`: what each of so many
+    of memory for some rows of a part of them; None is memory. `travelling`: how rows do. `dense`: what each of so many
     servers has whole, where those who train have nothing; gradients are then averaged.
 
     **Raises:** `ArgumentError`; what servers raise that have no room.
@@ -51,13 +52,13 @@ class Servers:
         copies: int = 1,
         spares: int = 0,
         disk: tuple[str, int] | None = None,
-        wire: Wire | None = None,
+        travelling: Travelling = _AS_THEY_ARE,
         dense: Callable[[int], Sequence[DenseForm]] = lambda _: (),
     ) -> None:
         self._forms, self._dense_of, self._joined = forms, dense, joined
         self._world, self._closed = joined.world, False
         self._num_workers, self.worker = joined.meeting.num_workers, joined.worker
-        self._wire: Wire | None = wire
+        self._travelling = travelling
         self._asking = Asking(joined, copies, spares)
         self._dense = dense(self.num_servers)
         self._whole = WholeTables(self._asking, forms)
@@ -70,9 +71,9 @@ class Servers:
                     f"copies={copies} of Served, and there are {self.num_servers} servers"
                     f"{f' and {spares} spare ones' if spares else ''}: expected as many at least"
                 )
-            self._feedback = Feedback(forms, wire, self._asking.num_ranks)
+            self._feedback = Feedback(forms, travelling.wire, self._asking.num_ranks)
             self._workers = self._world.split(1) if self._num_workers > 1 else None
-            more = {"staleness": staleness, "disk": disk, "wire": wire}
+            more = {"staleness": staleness, "disk": disk, **travelling._asdict()}
             make = functools.partial(self._making, *described(forms), more)
             self._resizing = Resizing(self._asking, make, self._workers, self.meet)
             self._stack.callback(self._resizing.close)
@@ -223,9 +224,7 @@ class Servers:
                 changed = answer.arrays.get(f"{name}/changed")
                 expected = self._empty(name, len(rows.asked(server) if changed is None else changed))
                 told = f"rows of {name} that server {server} has sent"
-                found = unpacked_rows(
-                    answer.arrays, name, travels(self._forms[name], self._wire, reads), expected, told
-                )
+                found = unpacked_rows(answer.arrays, name, self._travelling.to_reader(name, reads), expected, told)
                 rows.put(values[name], server, found, changed)
         return Rows(min(int(answer.fields["step"]) for answer in answers), values, whole)
 

@@ -28,6 +28,7 @@ from braidax.parallel.state import State
 from braidax.program import Program, difference, specs_of
 
 from .compiled import ServedPrograms, with_squares
+from .compressed.travelling import Travelling
 from .dense_state import dense_of, write_dense
 from .feed import ServedFeed
 from .files.publishing import Publisher
@@ -71,7 +72,7 @@ class ServedStep:
         self._lags: Counter[int] = Counter()
         self._last: weakref.ref[jax.Array] | None = None  # the step of the state that belongs to what servers have
         self._num_updates, self._key = -1, None  # before there are any tables
-        self._forms = feed.forms(born, self._reading)
+        self._forms = feed.forms(born)
         placement = feed.placement
         joined = join_with_processes(gang, copies=placement.copies)
         self._servers = Servers(
@@ -81,7 +82,7 @@ class ServedStep:
             copies=placement.copies,
             spares=placement.spares,
             disk=placement.on_disk,
-            wire=placement.wire,
+            travelling=Travelling(placement.wire, self._reading.read_as),
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
         self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")

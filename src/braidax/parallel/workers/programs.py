@@ -15,7 +15,7 @@ from braidax.parallel.plan.footprint import owners_of
 from braidax.parallel.readings import Reading, Readings
 from braidax.parallel.served.compiled import Evaluation, ServedPrograms, compiled_gradients
 from braidax.parallel.served.feed import ServedFeed
-from braidax.parallel.served.on_servers.dense import DenseForm, DensePrograms
+from braidax.parallel.served.on_servers.dense import DenseForm, DensePrograms, Excerpts
 from braidax.parallel.served.programs import KeptForm, exported, key_form, numbers_to_send
 from braidax.program import Program, compile_on, named_leaves, trace
 from braidax.program.prune import prune
@@ -234,8 +234,9 @@ def _form(
         programs=DensePrograms(
             begin=exported(*_begun(work, own)), update=exported(lambda *given: program(*given), *specs), parts=parts
         ),
-        read=tuple(border.read[name] for name in of_values),
-        given=tuple(border.given[flat.gradients[at]] for at in moved),
+        excerpts=Excerpts(
+            tuple(border.read[name] for name in of_values), tuple(border.given[flat.gradients[at]] for at in moved)
+        ),
     )
 
 

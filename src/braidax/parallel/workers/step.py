@@ -25,6 +25,7 @@ from braidax.parallel.served.batches.batch_rows import BatchRows, Reads, Rows
 from braidax.parallel.served.batches.pulling import Pulling, fed_with
 from braidax.parallel.served.batches.pushing import Pushing, Summing
 from braidax.parallel.served.compiled import Evaluation
+from braidax.parallel.served.compressed.travelling import Travelling
 from braidax.parallel.served.feed import ServedFeed
 from braidax.parallel.served.meetings.joining import join_alone, num_servers_of
 from braidax.parallel.served.saved import ServedTables
@@ -80,7 +81,7 @@ class WorkerStep:
         self._last: weakref.ref[jax.Array] | None = None  # the step of the last one
         self._key: Any = None  # its key
         made, self._wants_norm = self._programs.rows, work.wants_norm
-        self._forms = {} if feed is None or made is None else feed.forms(born, made.reading)
+        self._forms = {} if feed is None else feed.forms(born)
         dealt = Dealt(work, border, num_servers_of(servers), strategy)  # before others wait for this one
         joined = join_alone(servers, copies=strategy.copies)
         self.worker, self.num_workers = joined.worker, joined.meeting.num_workers
@@ -90,7 +91,7 @@ class WorkerStep:
             staleness=strategy.staleness,
             copies=strategy.copies,
             spares=strategy.spares,
-            wire=strategy.wire,
+            travelling=Travelling(strategy.wire, {} if made is None else made.reading.read_as),
             dense=dealt.forms,
         )
         self._dealing = Dealing(self._servers, dealt, self._forms, wants_norm=work.wants_norm)
@@ -353,8 +354,7 @@ class WorkerStep:
             self._pulling.divide()
 
     def prepare_resize(self, num_servers: int) -> None:
-        """Begins to copy rows to where `resize(num_servers)` wants them, as `ServedStep.prepare_resize` does; all
-        workers call it. **Arguments, Raises:** as of `resize`."""
+        """As `ServedStep.prepare_resize`, for `resize`; all workers call it. **Arguments, Raises:** as of that."""
         self._settle_alike()
         self._dealing.prepare_resize(num_servers)
 

@@ -1,7 +1,7 @@
 """Rows as the arrays of a message: as they are, or in fewer bits, and back."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.placements import WIRES, Wire
 from braidax.parallel.served.batches.batch_rows import Reads
-from braidax.parallel.served.programs import ReadAs, TableForm
 
 _MOST = 127  # the largest code; -128 is never sent, so that x and -x travel alike
 _LEAST_SCALE = np.finfo(np.float32).tiny  # of a row of zeros, and of what is as small
@@ -19,13 +18,35 @@ _CACHED_BYTES = 1 << 20  # of the rows that are taken at a time
 _SCALES = "scales"
 
 
+ReadAs = Literal["bfloat16", "float16"]
+"""A type to which a loss may cast all rows that it reads."""
+
 Travels = Wire | ReadAs
-"""How rows travel: in fewer bits than they have, or in a type to which a loss casts all that it reads."""
+"""In what rows travel, in place of what they are."""
 
 
-def travels(form: TableForm, wire: Wire | None, reads: Reads) -> Travels | None:
-    """Returns how rows of a table travel to who reads them; None is as they are."""
-    return wire if wire is not None or reads == "all" else form.read_as
+class Travelling(NamedTuple):
+    """How rows travel.
+
+    **Fields:** `wire`: both ways, as of `Served`. `read_as`: by table, to who trains, the type to which the loss casts
+    all rows that it reads, where that is narrower.
+    """
+
+    wire: Wire | None = None
+    read_as: Mapping[str, ReadAs] = {}
+
+    def to_reader(self, table: str, reads: Reads) -> Travels | None:
+        """Returns in what rows of a table travel to who reads them; None is as they are."""
+        return self.wire if self.wire is not None or reads == "all" else self.read_as.get(table)
+
+    @classmethod
+    def from_told(cls, wire: Any, read_as: Any) -> "Travelling":
+        """Returns it as a message has its fields. **Raises:** `ArgumentError` for what no rows travel in."""
+        types: Mapping[str, Any] = read_as if isinstance(read_as, dict) else {"": read_as}
+        for one, known in ((wire, (None, *WIRES)), *((one, get_args(ReadAs)) for one in types.values())):
+            if one not in known:
+                raise ArgumentError(f"rows would travel as {one!r}: expected one of {[*known]}")
+        return cls(wire, types)
 
 
 def packed_rows(rows: NDArray[Any], name: str, wire: Travels | None) -> dict[str, NDArray[Any]]:
@@ -93,10 +114,3 @@ def _checked(
         got = "missing" if found is None else f"{found.dtype}{list(found.shape)}"
         raise ArgumentError(f"{told} are {got}, expected {dtype}{list(shape)}")
     return found
-
-
-def wire_from(value: Any) -> Wire | None:
-    """Returns how rows travel, as a message says. **Raises:** `ArgumentError` for no such word."""
-    if value is not None and value not in WIRES:
-        raise ArgumentError(f"rows would travel as {value!r}: expected one of {[*WIRES]}, or None")
-    return value

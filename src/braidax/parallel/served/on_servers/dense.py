@@ -30,6 +30,14 @@ class DensePrograms(NamedTuple):
     parts: bytes
 
 
+class Excerpts(NamedTuple):
+    """What crosses the border of a worker. **Fields:** `read`: of each variable, what a loss in training reads.
+    `given`: of each gradient, what is not zero beyond it."""
+
+    read: tuple[Excerpt, ...]
+    given: tuple[Excerpt, ...]
+
+
 @dataclass(frozen=True)
 class DenseForm:
     """The variables that one server has whole, and what moves them.
@@ -39,8 +47,7 @@ class DenseForm:
 
     **Fields:** `names`: of the variables. `values`: which of `carry` they are. `moved`: which of them have gradients.
     `carry`: forms, which are called by their paths in a state. `numbers`: tables by name, with how many numbers their
-    rows move by. `sums`: tables over whose gradients the optimizer needs sums. `programs`. `read`, `given`:
-    what of the variables a loss in training reads, and what of the gradients of `moved` is not zero beyond it.
+    rows move by. `sums`: tables over whose gradients the optimizer needs sums. `programs`. `excerpts`.
     """
 
     names: tuple[str, ...]
@@ -50,12 +57,11 @@ class DenseForm:
     numbers: tuple[tuple[str, int], ...]
     sums: tuple[str, ...]
     programs: DensePrograms
-    read: tuple[Excerpt, ...]
-    given: tuple[Excerpt, ...]
+    excerpts: Excerpts
 
     def told(self) -> tuple[dict[str, Any], dict[str, NDArray[np.uint8]]]:
         """Returns it as a request has it: JSON values, and the programs."""
-        plain = {one: getattr(self, one) for one in ("names", "values", "moved", "numbers", "sums", "read", "given")}
+        plain = {one: getattr(self, one) for one in ("names", "values", "moved", "numbers", "sums", "excerpts")}
         plain["carry"] = [[one.name, one.shape, one.dtype] for one in self.carry]
         programs = {name: np.frombuffer(one, np.uint8) for name, one in self.programs._asdict().items()}
         return plain, programs
@@ -66,8 +72,7 @@ class DenseForm:
         plain: dict[str, Any] = {name: tuple(fields[name]) for name in fields}
         plain["carry"] = tuple(KeptForm(name, tuple(shape), dtype) for name, shape, dtype in plain["carry"])
         plain["numbers"] = tuple((name, int(count)) for name, count in plain["numbers"])
-        for name in ("read", "given"):
-            plain[name] = tuple(Excerpt(dtype, tuple(start), tuple(stop)) for dtype, start, stop in plain[name])
+        plain["excerpts"] = Excerpts(*map(_excerpts, plain["excerpts"]))
         return cls(**plain, programs=DensePrograms(*(programs[name].tobytes() for name in DensePrograms._fields)))
 
 
@@ -104,7 +109,7 @@ class DensePart:
         """Returns what of the variables a loss in training reads; it is cut once for all who ask between two
         updates."""
         if self._read is None:
-            pairs = zip(self.form.read, self.values(), strict=True)
+            pairs = zip(self.form.excerpts.read, self.values(), strict=True)
             self._read = [np.asarray(one.of(value), order="C") for one, value in pairs]
         return self._read
 
@@ -114,12 +119,12 @@ class DensePart:
         **Raises:** `ArgumentError` for others than those of the variables that have some.
         """
         got = [(one.dtype, one.shape) for one in given]
-        wanted = [(np.dtype(jax.numpy.dtype(one.dtype)), one.shape) for one in self.form.given]
+        wanted = [(np.dtype(jax.numpy.dtype(one.dtype)), one.shape) for one in self.form.excerpts.given]
         if got != wanted:
             names = [self.form.names[at] for at in self.form.moved]
             raise ArgumentError(f"gradients of {names} are {_words(got)}, expected {_words(wanted)}")
         like = [self.carry[self.form.values[at]] for at in self.form.moved]
-        return [one.laid_out(box, spec) for one, box, spec in zip(self.form.given, given, like, strict=True)]
+        return [one.laid_out(box, spec) for one, box, spec in zip(self.form.excerpts.given, given, like, strict=True)]
 
     def parts(self, gradients: Sequence[Any], loss: Any) -> list[NDArray[Any]]:
         """Returns the numbers of an update that other servers need of this one, and squares, as of `DensePrograms`."""
@@ -143,6 +148,10 @@ class DensePart:
 def loaded(program: bytes) -> Any:
     """Returns a program that was sent as a jitted function, and for the same one the same: it is compiled once."""
     return jax.jit(export.deserialize(bytearray(program)).call)
+
+
+def _excerpts(told: Any) -> tuple[Excerpt, ...]:
+    return tuple(Excerpt(str(dtype), tuple(start), tuple(stop)) for dtype, start, stop in told)
 
 
 def _words(forms: Sequence[tuple[Any, tuple[int, ...]]]) -> str:

@@ -8,8 +8,7 @@ import jax
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
-from braidax.parallel.plan.placements import Wire
-from braidax.parallel.served.compressed.travelling import packed_rows, travels, unpacked_rows, wire_from
+from braidax.parallel.served.compressed.travelling import Travelling, packed_rows, unpacked_rows
 from braidax.parallel.served.on_servers.growing.answers import follow_state, growing_answers, state_of
 from braidax.parallel.served.on_servers.growing.seen_shard import SeenShard
 from braidax.parallel.served.wire import Message, packed, unpacked
@@ -45,7 +44,7 @@ class TableServer:
         self._dense: DensePart | None = None
         self._updates, self._agreements = Updates(f"server {rank}", num_workers, 0), Agreements()
         self._staleness: int | None = 0
-        self._wire: Wire | None = None  # how rows travel
+        self._travelling = Travelling()
         self._averages = False  # or sums gradients, which are then of a mean already
         self._failed = ""
         self._gone: int | None = None  # who trains, without whom no update is complete any more
@@ -98,7 +97,7 @@ class TableServer:
 
     def _make(self, rank: int, message: Message) -> Any:
         """Makes room for the tables of a run, in place of what there was."""
-        self._wire = wire_from(message.fields.get("wire"))
+        self._travelling = Travelling.from_told(message.fields.get("wire"), message.fields.get("read_as", {}))
         self.close()
         forms = [*forms_from(message.fields["tables"], message.arrays)]
         disks = disks_of(message.fields.get("disk"), forms, self.number, self.size)
@@ -169,7 +168,7 @@ class TableServer:
             if since >= 0 and shard.rests:
                 changed = shard.moved_since(ids, since)
                 found[f"{name}/changed"], ids = changed, ids[changed]
-            found |= packed_rows(shard.pull(ids), name, travels(shard.form, self._wire, reads))
+            found |= packed_rows(shard.pull(ids), name, self._travelling.to_reader(name, reads))
         if self._dense is not None and reads != "rows":
             values = self._dense.values() if reads == "all" else self._dense.read()
             found |= {f"dense/{at}": value for at, value in enumerate(values)}
@@ -189,7 +188,7 @@ class TableServer:
                 f"of {self._num_workers} have staged their gradients: expected all of them first"
             )
         found = sums_of_rows(update.summed())
-        for number, (shard, ids, _) in enumerate(update.given.get(rank, []) if self._wire else []):
+        for number, (shard, ids, _) in enumerate(update.given.get(rank, []) if self._travelling.wire else []):
             found |= {f"{number}/dropped": shard.dropped(ids)} if isinstance(shard, SeenShard) else {}
         return packed("sums", {}, found)
 
@@ -320,7 +319,7 @@ class TableServer:
             shard.check(ids, f"ids of {name}")
             form = jax.ShapeDtypeStruct((len(ids), shard.form.width), shard.values.dtype)
             told = f"gradients of {name}"
-            gradients = unpacked_rows(message.arrays, f"{number}/gradients", self._wire, form, told)
+            gradients = unpacked_rows(message.arrays, f"{number}/gradients", self._travelling.wire, form, told)
             given.append((shard, ids, gradients))
         return given
 

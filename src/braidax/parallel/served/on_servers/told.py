@@ -20,7 +20,7 @@ def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dic
     arrays: dict[str, NDArray[np.uint8]] = {}
     for number, form in enumerate(forms.values()):
         kept = [[one.name, list(one.shape), one.dtype] for one in form.kept]
-        plain = {one: getattr(form, one) for one in ("name", "num_shared", "adagrad", "read_as")}
+        plain = {one: getattr(form, one) for one in ("name", "num_shared", "adagrad")}
         plain["seen"] = None if form.seen is None else dataclasses.asdict(form.seen)
         plain |= {"shape": list(form.shape), "dtype": form.dtype, "joins": list(form.joins), "kept": kept}
         fields.append(plain)
@@ -38,8 +38,7 @@ def forms_from(tables: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDArray
         spec = jax.ShapeDtypeStruct(tuple(fields["shape"]), jax.numpy.dtype(fields["dtype"]))
         adagrad = None if fields["adagrad"] is None else (float(fields["adagrad"][0]), float(fields["adagrad"][1]))
         joins = tuple(fields["joins"])
-        of_rows = (joins, programs, adagrad, seen, fields["read_as"])
-        yield TableForm(fields["name"], spec, kept, int(fields["num_shared"]), *of_rows)
+        yield TableForm(fields["name"], spec, kept, int(fields["num_shared"]), joins, programs, adagrad, seen)
 
 
 def disks_of(told: Any, forms: Sequence[TableForm], part: int, parts: int) -> list[OnDisk | None]:
