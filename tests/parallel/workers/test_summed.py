@@ -109,14 +109,14 @@ def trained(gang: LocalGang, copies: int, kill: Any = lambda: None) -> Any:
     def work(number: int, seat: Any) -> Any:
         strategy = bx.ParameterServers(copies=copies)
         with make_step(seat, strategy, size=BATCH // 2, optimizer="clipped adagrad") as step:
-            state, push = step.init(jax.random.key(0)), step._gathering.push
+            state, push = step.init(jax.random.key(0)), step._dealing.gathering.push
 
             def pushed(gathered: Any, at: int) -> int:
                 if at == DEADLY and number == 0:
                     kill()
                 return push(gathered, at)
 
-            step._gathering.push = pushed
+            step._dealing.gathering.push = pushed
             for batch in batches(NUM_STEPS):
                 state, _ = step.update(state, own_part(batch, number, 2))
             return step.params()
@@ -160,7 +160,7 @@ def die_of(step: Any, dies: str) -> None:
         die()
 
     if dies == "between":
-        step._gathering.push = die
+        step._dealing.gathering.push = die
     else:
         step._servers._asking.ask_every = ask
 
@@ -210,9 +210,9 @@ def test_where_an_update_takes_all_they_are_told_of_a_worker_that_dies(gang: Loc
 def test_a_server_refuses_an_update_whose_gradients_it_has_not(gang: LocalGang) -> None:
     """Of a rank that has given none: nothing has moved."""
     with make_step(gang, optimizer="clipped") as step:
-        state, push = step.init(jax.random.key(0)), step._gathering.push
+        state, push = step.init(jax.random.key(0)), step._dealing.gathering.push
         before = step.params()
-        step._gathering.push = lambda gathered, at: push(gathered._replace(members=[*gathered.members, 99]), at)
+        step._dealing.gathering.push = lambda gathered, at: push(gathered._replace(members=[*gathered.members, 99]), at)
         step.update(state, batches(1)[0])
         with pytest.raises(CallFailed, match=r"counts the gradients of the ranks \[2, 99\], and those of \[99\] are"):
             step.finish()

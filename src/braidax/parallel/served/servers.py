@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
+from braidax.parallel.served.batches.agreeing import agree
 from braidax.parallel.served.batches.batch_rows import BatchRows, Reads, Rows, dropped_rows
 from braidax.spans import span
 
@@ -24,8 +25,6 @@ from .on_servers.told import described
 from .programs import TableForm, TablePart, joined_sums
 from .whole_tables import WholeTables
 from .wire import Message, packed
-
-_AS_THEY_ARE = Travelling()
 
 
 @final
@@ -52,7 +51,7 @@ class Servers:
         copies: int = 1,
         spares: int = 0,
         disk: tuple[str, int] | None = None,
-        travelling: Travelling = _AS_THEY_ARE,
+        travelling: Travelling,
         dense: Callable[[int], Sequence[DenseForm]] = lambda _: (),
     ) -> None:
         self._forms, self._dense_of, self._joined = forms, dense, joined
@@ -146,6 +145,15 @@ class Servers:
     def of_first(self, value: NDArray[Any]) -> NDArray[Any]:
         """Returns what the first of all has given; all call it."""
         return value if self._workers is None else np.asarray(self._workers.broadcast(value))
+
+    def agreed(self, step: int, members: list[int]) -> list[int]:
+        """Returns whose gradients an update takes, the same for all workers: see `agreeing`.
+
+        While nobody is lost all were told the same, and nobody is asked. **Arguments:** `members`: as this one knows.
+        """
+        if len(members) == self._num_workers and not self._asking.lost():
+            return members
+        return agree(self._asking, step, members)
 
     def check_all_are_there(self, answers: Sequence[Message]) -> None:
         """Raises `PeerLost` where a server says that one who trains is gone, without whom no update is complete."""

@@ -75,7 +75,8 @@ class Gathering:
         """Brings the gradients of an update to the servers, and returns the sums over all, once all have given theirs.
 
         Nothing moves before `push`. Where a worker is lost, some servers may have its gradients, and others not: then
-        all are asked for the sums over those of whom all have some. **Arguments, Raises:** as of `Servers.push`.
+        all are asked for the sums over those of whom all have some. Another worker may have been told of others, by a
+        server that is lost, too: so all agree on whose count. **Arguments, Raises:** as of `Servers.push`.
         """
         of_gradients = self._servers.of_gradients(batch, gradients, step, whole)
         joins, more = [self._forms[name].joins for name in batch], dict[str, Any]()
@@ -91,9 +92,12 @@ class Gathering:
             if taken := [answer for answer in every if answer.kind == "taken"]:
                 return Gathered.of(taken, joins, self._num_squares)
             members = [set[int](answer.fields["members"]) for answer in every]
+            found = sorted(set[int].intersection(*members))
             if all(one == members[0] for one in members):
-                return Gathered.of([some[0] for some in answers], joins, self._num_squares)
-            more = {"members": sorted(set[int].intersection(*members))}
+                if (agreed := self._servers.agreed(step, found)) == found:
+                    return Gathered.of([some[0] for some in answers], joins, self._num_squares)
+                found = agreed
+            more = {"members": found}
 
     def push(self, gathered: Gathered, step: int) -> int:
         """Moves everything by gradients that were gathered. **Returns:** as `Servers.push`."""

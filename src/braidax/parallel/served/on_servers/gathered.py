@@ -1,11 +1,12 @@
 """Sums over the gradients of an update, of which each server has a part, before anything moves by them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
+from braidax.parallel.served.wire import packed
 
 from .dense import DensePart
 from .updates import Given, Update
@@ -30,10 +31,19 @@ class Agreed(NamedTuple):
 
 @final
 class Agreements:
-    """The last updates that were taken as agreed, for who asks what one was taken by."""
+    """The last updates that were taken as agreed, for who asks what one was taken by, and what those to come are to be
+    taken by."""
 
     def __init__(self) -> None:
         self._found: dict[int, Agreed] = {}
+        self._proposed: dict[int, list[int]] = {}
+
+    def propose(self, step: int, members: list[int]) -> list[int]:
+        """Keeps whose gradients the update of a step is to take, and returns that: the first that it was told."""
+        if step in self._found:
+            return self._found[step].members
+        self._proposed.pop(step - _KEPT, None)
+        return self._proposed.setdefault(step, members)
 
     def keep(self, step: int, update: Update) -> None:
         """Keeps in mind by what an update was taken."""
@@ -52,6 +62,16 @@ class Agreements:
     def forget(self) -> None:
         """Begins anew."""
         self._found.clear()
+        self._proposed.clear()
+
+
+def proposed(agreements: Agreements, fields: Mapping[str, Any]) -> Any:
+    """Keeps whose gradients an update is to take, unless it was told of some before, and tells whose.
+
+    **Arguments:** `fields`: of the request.
+    """
+    members = [int(one) for one in fields["members"]]
+    return packed("agreed", {"members": agreements.propose(int(fields["step"]), members)})
 
 
 def sums_of_rows(given: Given) -> dict[str, NDArray[Any]]:

@@ -15,7 +15,7 @@ from braidax.parallel.served.wire import Message, packed, unpacked
 
 from .copying import copied, copied_again
 from .dense import DenseForm, DensePart, DensePrograms
-from .gathered import Agreements, moved_whole, sums_of_all, sums_of_rows
+from .gathered import Agreements, moved_whole, proposed, sums_of_all, sums_of_rows
 from .reading import rows_changed, rows_lying, variables
 from .shard import Shard
 from .told import disks_of, forms_from
@@ -59,6 +59,7 @@ class TableServer:
             "stage": self._stage,
             "sums": self._sums,
             "gather": self._gather,
+            "agree": lambda _, message: proposed(self._agreements, message.fields),
             "push": self._push,
             "read": self._read,
             "changed": self._changed,

@@ -1,0 +1,102 @@
+"""Workers agree on whose gradients an update takes, whoever is lost meanwhile."""
+
+import random
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from braidax.parallel.served.batches.agreeing import agreeing
+from braidax.parallel.served.on_servers.server import TableServer
+from braidax.parallel.served.servers import Servers as ServersOfRun
+from braidax.parallel.served.wire import Message, packed, unpacked
+
+PROPOSED = [[5, 6, 7], [5, 6], [6, 7]]
+
+
+class Servers:
+    """Servers of one process, of which some are lost."""
+
+    def __init__(self, count: int) -> None:
+        self.servers = [TableServer(rank, count, len(PROPOSED)) for rank in range(count)]
+        for server in self.servers:
+            server.handle(0, packed("make", {"run": "run", "tables": [], "staleness": 1}))
+        self.lost = set[int]()
+
+    def ask(self, rank: int, members: list[int], step: int) -> list[int] | None:
+        if rank in self.lost:
+            return None
+        answer = self.servers[rank].answer(0, Message("agree", {"run": "run", "step": step, "members": members}, {}))
+        return list(unpacked(answer).fields["members"])
+
+
+Asking = Generator[tuple[int, list[int]], list[int] | None, list[int]]
+
+
+def run(seed: int) -> tuple[list[list[int]], set[int]]:
+    """Lets workers ask in an order that is drawn, while servers are lost but one. **Returns:** what each worker has
+    come to, and who was lost; workers that are lost come to nothing."""
+    drawn = random.Random(seed)
+    count, step = drawn.choice([2, 3, 4]), drawn.randrange(3)
+    servers = Servers(count)
+    waiting: dict[int, tuple[Asking, tuple[int, list[int]]]] = {}
+    for worker, members in enumerate(PROPOSED):
+        asking = agreeing(range(count), members)
+        waiting[worker] = asking, next(asking)
+    dying = drawn.sample(range(count), drawn.randrange(count))
+    found: list[list[int]] = []
+    while waiting:
+        if dying and drawn.random() < 0.2:
+            servers.lost.add(dying.pop())
+        if len(waiting) > 1 and drawn.random() < 0.03:
+            del waiting[drawn.choice([*waiting])]
+            continue
+        worker = drawn.choice([*waiting])
+        asking, (rank, members) = waiting[worker]
+        try:
+            waiting[worker] = asking, asking.send(servers.ask(rank, members, step))
+        except StopIteration as end:
+            found.append(end.value)
+            del waiting[worker]
+    return found, servers.lost
+
+
+def test_all_come_to_the_same() -> None:
+    runs = [run(seed) for seed in range(400)]
+    assert all(len({tuple(one) for one in found}) == 1 and found[0] in PROPOSED for found, _ in runs)
+    assert {tuple(found[0]) for found, _ in runs} == {tuple(one) for one in PROPOSED}
+    assert sum(bool(lost) for _, lost in runs) > 100
+
+
+def test_a_server_keeps_the_first_of_each_step_until_it_begins_anew() -> None:
+    servers = Servers(1)
+    assert [servers.ask(0, members, 7) for members in PROPOSED] == [PROPOSED[0]] * 3
+    assert servers.ask(0, PROPOSED[1], 8) == PROPOSED[1]
+    servers.servers[0].handle(0, packed("make", {"run": "run", "tables": [], "staleness": 1}))
+    assert servers.ask(0, PROPOSED[2], 7) == PROPOSED[2]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("num_members", "lost", "asks"), [(3, [], False), (2, [], True), (3, [1], True)])
+def test_servers_are_asked_where_somebody_is_lost(num_members: int, lost: list[int], asks: bool) -> None:
+    told: list[Any] = []
+
+    class Asked:
+        layout = type("Layout", (), {"ranks": (1, 0)})
+
+        def lost(self) -> list[int]:
+            return lost
+
+        def packed(self, kind: str, part: int, fields: Any) -> Any:
+            return [kind, part, fields]
+
+        def ask(self, rank: int, question: Any) -> Any:
+            told.append((rank, *question))
+            return Message("agreed", {"members": [5]}, {})
+
+    made = object.__new__(ServersOfRun)
+    made._num_workers, made._asking = 3, Asked()  # pyright: ignore[reportAttributeAccessIssue]
+    members = [5, 6, 7][:num_members]
+    assert made.agreed(4, members) == ([5] if asks else members)
+    first = (0, "agree", 1, {"step": 4, "members": members})
+    assert told == ([first, (1, "agree", 0, {"step": 4, "members": [5]})] if asks else [])
