@@ -44,7 +44,8 @@ def fit(
 
     The first Ctrl-C lets the step in progress finish, saves a checkpoint and raises `KeyboardInterrupt`; the second one
     stops at once. SIGTERM, too, is answered by a last checkpoint, within 30 seconds, and `SystemExit(143)`: of several
-    processes it is enough that one is told. The saver stays open: who made it closes it.
+    processes it is enough that one is told; workers of `ParameterServers` end behind the same update, if they wait for
+    one another. The saver stays open: who made it closes it.
 
     **Arguments:** `step`: from `braidax.parallelize`; a decorated one takes `(state, batch)` and returns its metrics as
     a dict. `state`: from `step.init`, or a decorated step's; it is donated. `loader`: batches as `step` takes them; bad
@@ -69,10 +70,11 @@ def fit(
     length, first_step = _length(loader, state, saver)
     tuner = Untuned() if tuner is None else tuner
     opened = (_failure_named(step, saver), contextlib.closing(batches), loader, report.following(length, first_step))
-    with contextlib.ExitStack() as inside, _interrupt_kept() as interrupted, _preempted(saver) as preempted:
+    with contextlib.ExitStack() as inside, _interrupt_kept() as interrupted, _preempted(saver, step) as preempted:
         for one in (*opened, tuner.owning(loader, saver)):
             inside.enter_context(one)
-        while not interrupted() and not preempted() and not batches.are_over:
+        ends = _ending(step, interrupted, preempted)
+        while not ends() and not batches.are_over:
             epoch = batches.cursor.epoch
             with report.waiting():
                 batch, known = batches.take()
@@ -90,7 +92,7 @@ def fit(
         _tell_skipped(loader, report)
     if interrupted():
         raise KeyboardInterrupt
-    if preempted():
+    if preempted() or ends():
         raise SystemExit(128 + signal.SIGTERM)
     return state
 
@@ -197,17 +199,26 @@ def _length(loader: DataLoader, state: Any, saver: Saver | None) -> tuple[RunLen
     return RunLength(first_step + max(0, coming), epochs, batch_size), first_step
 
 
+def _ending(step: object, interrupted: Callable[[], bool], preempted: Callable[[], bool]) -> Callable[[], bool]:
+    """Says before an update whether to end, of workers as all of them do."""
+    if isinstance(step, HasVariables):
+        return lambda: step.ends(wanted=interrupted() or preempted())
+    return lambda: interrupted() or preempted()
+
+
 @contextlib.contextmanager
-def _preempted(saver: Saver | None) -> Generator[Callable[[], bool], None, None]:
-    """Says after an update whether the job was asked to end, if there is something to save."""
-    if saver is None:
+def _preempted(saver: Saver | None, step: object) -> Generator[Callable[[], bool], None, None]:
+    """Says after an update whether the job was asked to end, if there is something to save, here or by another one."""
+    if saver is None and not isinstance(step, HasVariables):
         yield lambda: False
         return
     with Preemption(within_seconds=_WITHIN_SECONDS) as preemption:
 
         def due() -> bool:
-            if not preemption.due(saver.num_updates):
+            if not preemption.due(0 if saver is None else saver.num_updates):
                 return False
+            if saver is None:
+                return True
             saver.timeout_seconds = min(saver.timeout_seconds, max(0.001, preemption.seconds_left))
             return True
 

@@ -48,6 +48,10 @@ class HasVariables(Protocol):
         """Returns the array that the first worker gives, when all have come."""
         ...
 
+    def ends(self, *, wanted: bool) -> bool:
+        """Returns whether it is to end now, as all others do, since one of them wants to."""
+        ...
+
 
 @runtime_checkable
 class Tuning(Protocol):

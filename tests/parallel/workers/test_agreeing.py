@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from braidax.parallel.served.batches.agreeing import agreeing
+from braidax.parallel.served.batches.agreeing import Agreement, agreeing
 from braidax.parallel.served.on_servers.server import TableServer
-from braidax.parallel.served.servers import Servers as ServersOfRun
 from braidax.parallel.served.wire import Message, packed, unpacked
 
 PROPOSED = [[5, 6, 7], [5, 6], [6, 7]]
@@ -26,8 +25,10 @@ class Servers:
     def ask(self, rank: int, members: list[int], step: int) -> list[int] | None:
         if rank in self.lost:
             return None
-        answer = self.servers[rank].answer(0, Message("agree", {"run": "run", "step": step, "members": members}, {}))
-        return list(unpacked(answer).fields["members"])
+        answer = self.servers[rank].answer(
+            0, Message("agree", {"run": "run", "about": "members", "step": step, "value": members}, {})
+        )
+        return list(unpacked(answer).fields["value"])
 
 
 Asking = Generator[tuple[int, list[int]], list[int] | None, list[int]]
@@ -92,11 +93,10 @@ def test_servers_are_asked_where_somebody_is_lost(num_members: int, lost: list[i
 
         def ask(self, rank: int, question: Any) -> Any:
             told.append((rank, *question))
-            return Message("agreed", {"members": [5]}, {})
+            return Message("agreed", {"value": [5]}, {})
 
-    made = object.__new__(ServersOfRun)
-    made._num_workers, made._asking = 3, Asked()  # pyright: ignore[reportAttributeAccessIssue]
+    asked: Any = Asked()
     members = [5, 6, 7][:num_members]
-    assert made.agreed(4, members) == ([5] if asks else members)
-    first = (0, "agree", 1, {"step": 4, "members": members})
-    assert told == ([first, (1, "agree", 0, {"step": 4, "members": [5]})] if asks else [])
+    assert Agreement(asked, 3).members(4, members) == ([5] if asks else members)
+    first = (0, "agree", 1, {"about": "members", "step": 4, "value": members})
+    assert told == ([first, (1, "agree", 0, {"about": "members", "step": 4, "value": [5]})] if asks else [])

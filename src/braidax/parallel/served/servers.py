@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
-from braidax.parallel.served.batches.agreeing import agree
+from braidax.parallel.served.batches.agreeing import Agreement
 from braidax.parallel.served.batches.batch_rows import BatchRows, Reads, Rows, dropped_rows
 from braidax.spans import span
 
@@ -39,6 +39,8 @@ class Servers:
     of memory for some rows of a part of them; None is memory. `travelling`: how rows do. `dense`: what each of so many
     servers has whole, where those who train have nothing; gradients are then averaged.
 
+    **Fields:** `agreement`: of those who train.
+
     **Raises:** `ArgumentError`; what servers raise that have no room.
     """
 
@@ -59,6 +61,7 @@ class Servers:
         self._num_workers, self.worker = joined.meeting.num_workers, joined.worker
         self._travelling = travelling
         self._asking = Asking(joined, copies, spares)
+        self.agreement = Agreement(self._asking, joined.meeting.num_workers)
         self._dense = dense(self.num_servers)
         self._whole = WholeTables(self._asking, forms)
         self._workers: Communicator | None = None
@@ -146,15 +149,6 @@ class Servers:
         """Returns what the first of all has given; all call it."""
         return value if self._workers is None else np.asarray(self._workers.broadcast(value))
 
-    def agreed(self, step: int, members: list[int]) -> list[int]:
-        """Returns whose gradients an update takes, the same for all workers: see `agreeing`.
-
-        While nobody is lost all were told the same, and nobody is asked. **Arguments:** `members`: as this one knows.
-        """
-        if len(members) == self._num_workers and not self._asking.lost():
-            return members
-        return agree(self._asking, step, members)
-
     def check_all_are_there(self, answers: Sequence[Message]) -> None:
         """Raises `PeerLost` where a server says that one who trains is gone, without whom no update is complete."""
         for answer in answers:
@@ -226,6 +220,7 @@ class Servers:
         self.check_all_are_there(answers)
         whole: dict[str, NDArray[Any]] = {}
         for server, answer in enumerate(answers):
+            self.agreement.hear(answer)
             if self._dense and reads != "rows":
                 whole |= {name: answer.arrays[f"dense/{at}"] for at, name in enumerate(self._dense[server].names)}
             for name, rows in batch.items():

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
@@ -63,6 +64,19 @@ class WorkerPrograms:
             in_shardings=(whole, whole),
             out_shardings=(whole, whole),
         )
+
+    def draws_by(self, key: Any, step: Any, key_of_step: Any, place: tuple[int, int, int]) -> tuple[Any, Any]:
+        """Returns what programs draw by in an update: each of several workers as its microbatches of all would.
+
+        **Arguments:** `place`: the worker, of how many, and how many microbatches it has.
+        """
+        worker, num_workers, count = place
+        if num_workers == 1:
+            return key, step
+        if count == 1:
+            return key_of_step, np.int32(worker)
+        numbers = np.arange(count, dtype=np.int32) * num_workers + worker
+        return jnp.broadcast_to(key_of_step, (count,)), numbers
 
     def evaluation(self, specs: Any) -> Evaluation | Reading:
         """Returns what evaluates batches of a form, with tables by rows or without. **Arguments:** `specs`: of such a

@@ -1,11 +1,17 @@
 """All that servers have of a run of workers, in its checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
 from braidax.errors import ArgumentError
+from braidax.parallel.served.programs import TableForm
 from braidax.parallel.served.saved import ServedTables
 from braidax.parallel.served.servers import Servers
+from braidax.program import named_leaves
 
 _STEP, _TABLES, _WHOLE = "step", "tables", "whole"
 
@@ -47,3 +53,12 @@ class ServedVariables:
                 f"worker {self._worker} has step.variables in a checkpoint: expected the first worker alone to save "
                 f"and restore them, and all to call step.meet(state) behind restore"
             )
+
+
+def params_of(servers: Servers, forms: Mapping[str, TableForm], whole: Mapping[str, NDArray[Any]], like: Any) -> Any:
+    """Returns all variables on the host. **Arguments:** `forms`: of tables, which are read. `whole`: all else, by name.
+    `like`: a PyTree of all."""
+    found = dict(whole)
+    for name, form in forms.items():
+        found[name] = servers.read(name, 0, form.shape[0]).values.reshape(form.shape)
+    return jax.tree.structure(like).unflatten([np.array(found[name]) for name, _ in named_leaves(like)])

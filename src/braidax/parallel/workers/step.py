@@ -36,7 +36,7 @@ from braidax.program import Program, difference, named_leaves, specs_of
 from .border import Border
 from .dealing import Dealing, Dealt
 from .programs import WorkerPrograms
-from .saved import ServedVariables
+from .saved import ServedVariables, params_of
 
 
 @final
@@ -85,6 +85,7 @@ class WorkerStep:
         dealt = Dealt(work, border, num_servers_of(servers), strategy)  # before others wait for this one
         joined = join_alone(servers, copies=strategy.copies)
         self.worker, self.num_workers = joined.worker, joined.meeting.num_workers
+        self._place = self.worker, self.num_workers, self.plan.microbatches
         self._servers = Servers(
             joined,
             self._forms,
@@ -162,6 +163,7 @@ class WorkerStep:
         if self._pulling is not None:
             self._pulling.forget()
         self._num_updates = num_updates
+        self._servers.agreement.begin(num_updates)
 
     def _settled(self) -> int:
         """Returns how many updates servers have seen, when they have seen all that this worker has pushed."""
@@ -201,18 +203,9 @@ class WorkerStep:
             return
         on = self._form.shardings
         key, number = place((self._key, np.int32(step)), (on.key, on.step))
-        draws_by = self._draws_by(key, number, self._programs.next(key, number)[0])
+        draws_by = self._programs.draws_by(key, number, self._programs.next(key, number)[0], self._place)
         ids = made.ids(self._form.specs.variables, *draws_by, place(batch, self.batch_shardings))
         self._pulling.begin(jax.tree.leaves(batch), ids, step if made.reading.draws_ids else None)
-
-    def _draws_by(self, key: Any, step: Any, key_of_step: Any) -> tuple[Any, Any]:
-        """Returns what programs draw by in an update: each of several workers as its microbatches of all would."""
-        if self.num_workers == 1:
-            return key, step
-        if (count := self.plan.microbatches) == 1:
-            return key_of_step, np.int32(self.worker)
-        numbers = np.arange(count, dtype=np.int32) * self.num_workers + self.worker
-        return jnp.broadcast_to(key_of_step, (count,)), numbers
 
     def _check_batch(self, batch: Any) -> None:
         if message := difference(self._batch_specs, canonical(batch), "batch"):
@@ -240,7 +233,7 @@ class WorkerStep:
             self._prepare(coming, number + 1 + (0 if self._pulling is None else self._pulling.num_coming))
         batch = place(batch, self.batch_shardings)
         drawn, step = self._programs.next(state.key, state.step)
-        key = self._draws_by(state.key, state.step, drawn)
+        key = self._programs.draws_by(state.key, state.step, drawn, self._place)
         bound = self._strategy.staleness
         behind = 1 if bound is None else bound  # asynchronously a push travels beside the next batch
         self._pushing.wait_for_own(behind=behind)
@@ -332,6 +325,21 @@ class WorkerStep:
         """Waits until servers have all that this worker has pushed. **Raises:** what became of that."""
         self._pushing.wait_for_own()
 
+    def ends(self, *, wanted: bool) -> bool:
+        """Returns whether this worker is to end now: where an update takes all, behind the same one as all others.
+
+        Each asks before an update. When one wants to, all end two updates later, and as many as they may be apart: each
+        has heard of it then. Asynchronously each ends when it wants.
+
+        **Arguments:** `wanted`: whether this one wants to.
+        """
+        if (bound := self._strategy.staleness) is None:
+            return wanted
+        agreement = self._servers.agreement
+        if wanted and agreement.end is None:
+            agreement.end_behind(self._num_updates + bound + 2, taken=self._num_updates)
+        return agreement.end is not None and self._num_updates >= agreement.end
+
     def resize(self, num_servers: int) -> None:
         """Lets another number of servers have all variables, from the next update on; all workers call it.
 
@@ -390,11 +398,4 @@ class WorkerStep:
     def params(self) -> Any:
         """Returns all variables on the host, as a PyTree like `init`'s, with as many updates as the next one reads."""
         self._pushing.wait_for_own()
-        whole = self._pull(None)[1].whole
-        found = {name: self._table(name) for name in self._forms} | whole
-        structure = jax.tree.structure(self._form.born.params)
-        return structure.unflatten([np.array(found[name]) for name, _ in named_leaves(self._form.born.params)])
-
-    def _table(self, name: str) -> NDArray[Any]:
-        shape = self._forms[name].shape
-        return self._servers.read(name, 0, shape[0]).values.reshape(shape)
+        return params_of(self._servers, self._forms, self._pull(None)[1].whole, self._form.born.params)

@@ -1,38 +1,82 @@
-"""Whose gradients an update takes, where workers may have been told different ones."""
+"""What workers agree on by their servers: whose gradients an update takes, and behind which update all of them end."""
 
 from collections.abc import Generator, Sequence
+from typing import Any, Literal, final
 
 from braidax.errors import PeerLost
 from braidax.parallel.served.asking import Asking
+from braidax.parallel.served.wire import Message
+
+About = Literal["members", "end"]
+"""The ranks whose gradients the update of a step takes; the number of updates behind which all workers end."""
 
 
-def agreeing(ranks: Sequence[int], members: list[int]) -> Generator[tuple[int, list[int]], list[int] | None, list[int]]:
+def agreeing(ranks: Sequence[int], value: Any) -> Generator[tuple[int, Any], Any, Any]:
     """Asks all servers, one after the other, to keep what a worker proposes; each keeps the first that it is told, and
     tells that. The worker goes on with what it was told.
 
     All workers that come to the end have the same, whichever servers are lost meanwhile, if one of them is not: who has
     come to the end has told every server that is still there, and who comes behind is told that by the first one.
 
-    **Arguments:** `ranks`: of servers, in the order that all workers have. `members`: that this one proposes.
+    **Arguments:** `ranks`: of servers, in the order that all workers have. `value`: that this one proposes.
 
     **Yields:** whom to ask, and to keep what; it is sent what was kept, or None of a server that is lost.
 
-    **Returns:** whose gradients count.
+    **Returns:** what all have.
     """
     for rank in ranks:
-        kept = yield rank, members
-        members = members if kept is None else kept
-    return members
+        kept = yield rank, value
+        value = value if kept is None else kept
+    return value
 
 
-def agree(asking: Asking, step: int, members: list[int]) -> list[int]:
-    """Returns whose gradients count, as `agreeing` does. **Arguments:** `step`: of the update."""
-    ranks = asking.layout.ranks
-    asks = agreeing(sorted(ranks), members)
-    try:
-        rank, told = next(asks)
-        while True:
-            answer = asking.ask(rank, asking.packed("agree", ranks.index(rank), {"step": step, "members": told}))
-            rank, told = asks.send(None if isinstance(answer, PeerLost) else answer.fields["members"])
-    except StopIteration as found:
-        return found.value
+@final
+class Agreement:
+    """What workers agree on by their servers. **Arguments:** `num_workers`: of all.
+
+    **Fields:** `end`: behind how many updates all end, once one of them has asked for that, and this one has heard it.
+    """
+
+    def __init__(self, asking: Asking, num_workers: int) -> None:
+        self._asking, self._num_workers = asking, num_workers
+        self._begun = 0
+        self.end: int | None = None
+
+    def members(self, step: int, members: list[int]) -> list[int]:
+        """Returns whose gradients the update of a step takes, the same for all workers.
+
+        While nobody is lost all were told the same, and nobody is asked. **Arguments:** `members`: as this one knows.
+        """
+        if len(members) == self._num_workers and not self._asking.lost():
+            return members
+        return self._agreed("members", step, members)
+
+    def begin(self, num_updates: int) -> None:
+        """Goes on behind so many updates: what workers ended by before is over."""
+        self._begun, self.end = num_updates, None
+
+    def end_behind(self, num_updates: int, *, taken: int) -> None:
+        """Lets all workers end behind so many updates, unless one of them has asked for another number before.
+
+        **Arguments:** `taken`: how many updates this one has taken.
+        """
+        self.end = self._agreed("end", taken, num_updates)
+
+    def hear(self, answer: Message) -> None:
+        """Takes note of what a server tells beside rows."""
+        end = answer.fields["end"]
+        if self.end is None and end is not None and end > self._begun:
+            self.end = end
+
+    def _agreed(self, about: About, step: int, value: Any) -> Any:
+        ranks = self._asking.layout.ranks
+        asks = agreeing(sorted(ranks), value)
+        try:
+            rank, told = next(asks)
+            while True:
+                fields = {"about": about, "step": step, "value": told}
+                question = self._asking.packed("agree", ranks.index(rank), fields)
+                answer = self._asking.ask(rank, question)
+                rank, told = asks.send(None if isinstance(answer, PeerLost) else answer.fields["value"])
+        except StopIteration as found:
+            return found.value

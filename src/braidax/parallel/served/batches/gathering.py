@@ -94,7 +94,7 @@ class Gathering:
             members = [set[int](answer.fields["members"]) for answer in every]
             found = sorted(set[int].intersection(*members))
             if all(one == members[0] for one in members):
-                if (agreed := self._servers.agreed(step, found)) == found:
+                if (agreed := self._servers.agreement.members(step, found)) == found:
                     return Gathered.of([some[0] for some in answers], joins, self._num_squares)
                 found = agreed
             more = {"members": found}

@@ -36,14 +36,26 @@ class Agreements:
 
     def __init__(self) -> None:
         self._found: dict[int, Agreed] = {}
-        self._proposed: dict[int, list[int]] = {}
+        self._members: dict[int, list[int]] = {}
+        self._end: int | None = None
 
-    def propose(self, step: int, members: list[int]) -> list[int]:
-        """Keeps whose gradients the update of a step is to take, and returns that: the first that it was told."""
+    def propose(self, about: str, step: int, value: Any) -> Any:
+        """Keeps what workers are to agree on, and returns that: the first it was told, but for an end that is over.
+
+        **Arguments:** `step`: whose members, or how many updates who wants to end has taken.
+        """
+        if about == "end":
+            self._end = self._end if self._end is not None and self._end > step else value
+            return self._end
         if step in self._found:
             return self._found[step].members
-        self._proposed.pop(step - _KEPT, None)
-        return self._proposed.setdefault(step, members)
+        self._members.pop(step - _KEPT, None)
+        return self._members.setdefault(step, value)
+
+    @property
+    def end(self) -> int | None:
+        """Behind how many updates all workers end, if one of them has asked for it."""
+        return self._end
 
     def keep(self, step: int, update: Update) -> None:
         """Keeps in mind by what an update was taken."""
@@ -62,16 +74,20 @@ class Agreements:
     def forget(self) -> None:
         """Begins anew."""
         self._found.clear()
-        self._proposed.clear()
+        self._members.clear()
+        self._end = None
 
 
 def proposed(agreements: Agreements, fields: Mapping[str, Any]) -> Any:
-    """Keeps whose gradients an update is to take, unless it was told of some before, and tells whose.
+    """Keeps what workers are to agree on, unless it was told before, and tells that.
 
-    **Arguments:** `fields`: of the request.
+    **Arguments:** `fields`: of the request. **Raises:** `ArgumentError` for what is no such thing.
     """
-    members = [int(one) for one in fields["members"]]
-    return packed("agreed", {"members": agreements.propose(int(fields["step"]), members)})
+    about, step, value = fields["about"], int(fields["step"]), fields["value"]
+    numbers = value if about == "members" else [value]
+    if about not in ("members", "end") or not isinstance(numbers, list) or any(type(one) is not int for one in numbers):
+        raise ArgumentError(f"workers would agree on {about}={value!r}: expected members, a list of ranks, or an end")
+    return packed("agreed", {"value": agreements.propose(about, step, value)})
 
 
 def sums_of_rows(given: Given) -> dict[str, NDArray[Any]]:
