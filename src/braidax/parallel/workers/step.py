@@ -105,8 +105,6 @@ class WorkerStep:
         tables = ServedTables(self._servers, self._forms, self._settled, self._adopt)
         self._saved = ServedVariables(self._servers, tables, self._settled, self.worker)
 
-    # A state
-
     def init(self, key: jax.Array) -> State:
         """Makes the first state, and the variables on the servers; all workers call it with the same key.
 
