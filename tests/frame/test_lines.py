@@ -202,8 +202,9 @@ def test_what_is_read_by_lines(name: str, tmp_path: Path, worlds: Worlds) -> Non
     text, options = READ_BY_LINES[name]
     table = Text(text.encode(), tuple(options.items()), tmp_path)
     assert lines_of(read(table.csv)[0]) is not None
+    asked = Asked.of(Query(name, lambda tables: tables.csv), table)  # pyright: ignore
     for size in (1, 2, 3, 4):
-        Asked.of(Query(name, lambda tables: tables.csv), table).on_ranks(size, worlds)  # pyright: ignore
+        asked.on_ranks(size, worlds)
 
 
 NOT_BY_LINES: dict[str, tuple[str | bytes, dict[str, Any]]] = {
@@ -334,9 +335,9 @@ PLANS: dict[str, Any] = {
 @pytest.mark.parametrize("suffix", ONE)
 def test_plans_of_one_file(suffix: str, plan: str, tables: Any, worlds: Worlds) -> None:
     for shape in ("usual", "empty", "tiny"):
-        query = Query(plan, lambda t: PLANS[plan](ONE[suffix](t)))
+        asked = Asked.of(Query(plan, lambda t: PLANS[plan](ONE[suffix](t))), tables(shape))
         for size in (2, 3):
-            Asked.of(query, tables(shape)).on_ranks(size, worlds)
+            asked.on_ranks(size, worlds)
 
 
 def test_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
