@@ -40,7 +40,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                 yield lambda: JaxStore(service)
 
 
-@pytest.mark.parametrize(("transport", "size"), in_turns(["in-process", *TCPS, "ucx"], [1, 2, 3, 4, 8], every=2))
+@pytest.mark.parametrize(("transport", "size"), in_turns(["in-process", *TCPS, "ucx"], [1, 2, 3, 4, 8], every=3))
 def test_every_operation(transport: str, size: int) -> None:
     assert results(size, exercise, transport=transport) == ["exercised"] * size
 
@@ -55,7 +55,9 @@ def test_every_store(transport: str, size: int, place: Callable[[], Store]) -> N
     assert results(size, met, transport=transport, store=place, job=f"{transport}-{size}") == [list(range(size))] * size
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab", "aaaabbbb", "abc"])
+@pytest.mark.parametrize(
+    "hosts", ["aabb", "abab", "abc", *(pytest.param(hosts, marks=pytest.mark.slow) for hosts in ("aaab", "aaaabbbb"))]
+)
 def test_every_operation_over_several_hosts(hosts: str) -> None:
     tunings = [Tuning(host=host) for host in hosts]
     assert results(len(hosts), exercise, tunings=tunings) == ["exercised"] * len(hosts)
