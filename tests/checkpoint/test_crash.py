@@ -96,7 +96,7 @@ def crash(folder: Path, seeds: range, log: Path) -> None:
 
 
 def test_kill_at_any_moment_loses_no_finished_checkpoint(tmp_path: Path) -> None:
-    crash(tmp_path / "run", range(20), tmp_path / "log.jsonl")
+    crash(tmp_path / "run", range(12), tmp_path / "log.jsonl")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from tests.comm.transports.tcps import transport_of
 LIMIT_SECONDS = 60.0
 
 
-def in_turns(cases: Iterable[Any], others: Sequence[Any], *, every: int) -> list[Any]:
+def in_turns(cases: Iterable[Any], others: Iterable[Any], *, every: int) -> list[Any]:
     """Returns all pairs of a case and one of the others, for pytest. **Arguments:** `every`: how many are slow but one.
 
     Each case comes with `len(others) / every` of them by default, in turns, and each of them with as many cases.

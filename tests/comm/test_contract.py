@@ -40,7 +40,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                 yield lambda: JaxStore(service)
 
 
-@pytest.mark.parametrize(("transport", "size"), in_turns(["in-process", *TCPS, "ucx"], [1, 2, 3, 4, 8], every=2))
+@pytest.mark.parametrize(("transport", "size"), in_turns(["in-process", *TCPS, "ucx"], [1, 2, 3, 4, 8], every=3))
 def test_every_operation(transport: str, size: int) -> None:
     assert results(size, exercise, transport=transport) == ["exercised"] * size
 
@@ -55,13 +55,15 @@ def test_every_store(transport: str, size: int, place: Callable[[], Store]) -> N
     assert results(size, met, transport=transport, store=place, job=f"{transport}-{size}") == [list(range(size))] * size
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab", "aaaabbbb", "abc"])
+@pytest.mark.parametrize(
+    "hosts", ["aabb", "abab", "abc", *(pytest.param(hosts, marks=pytest.mark.slow) for hosts in ("aaab", "aaaabbbb"))]
+)
 def test_every_operation_over_several_hosts(hosts: str) -> None:
     tunings = [Tuning(host=host) for host in hosts]
     assert results(len(hosts), exercise, tunings=tunings) == ["exercised"] * len(hosts)
 
 
-@pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4, 8))])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4, 8))])
 def test_every_operation_over_mpi(size: int, tmp_path: Path) -> None:
     command = ["-n", str(size), sys.executable, "-m", "tests.comm.exercise", "mpi", str(tmp_path)]
     done = subprocess.run(

@@ -137,7 +137,7 @@ pairs = strategies.builds(
 
 
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(pair=pairs, size=strategies.integers(2, 4))
 @pytest.mark.usefixtures("dealt")
 def test_drawn_pairs(pair: Pair, size: int, worlds: Worlds) -> None:

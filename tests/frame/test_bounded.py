@@ -79,7 +79,7 @@ def test_a_table_of_eight_times_the_limit(query: Callable[..., pl.LazyFrame], tm
 
 
 def test_a_rank_that_is_killed_leaves_no_files(tmp_path: Path) -> None:
-    table = build(tmp_path / "table.parquet", 200_000)
+    table = build(tmp_path / "table.parquet", 100_000)
     spilled = tmp_path / "spilled"
     spilled.mkdir()
     memory = bf.Memory(limit_bytes=32 << 20, spill_folder=spilled)

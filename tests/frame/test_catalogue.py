@@ -1,6 +1,6 @@
 """The catalogue itself: what it calls defined is what both engines of Polars give, however the rows lie in memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import polars as pl
 import pytest
@@ -16,9 +16,12 @@ DISAGREEMENTS = {"rle", "correlations", "entropy", "group_by: corr", "group_by i
 
 
 @pytest.fixture
-def small_morsels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the streaming engine work on few rows at a time, so that it has several threads' rows to put in order."""
-    monkeypatch.setenv("POLARS_IDEAL_MORSEL_SIZE", "4")
+def small_morsels() -> Iterator[None]:
+    """Has the streaming engine work on few rows at a time, so that it has several threads' rows to put in order.
+
+    Polars reads the variable of that size only when it is told to: where something else sets it, all later tests of
+    this process have morsels of 4 rows.
+    """
     with pl.Config(streaming_chunk_size=4):
         yield
 

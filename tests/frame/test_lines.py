@@ -3,6 +3,7 @@
 import json
 import random
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from braidax.frame.operators.reading import lines
 from braidax.frame.operators.reading.lines import Lines, lines_end, lines_of, part_of
 from braidax.frame.plan.nodes import read
 from braidax.gang import LocalGang
-from tests.comm.ranks import outcomes
+from tests.comm.ranks import in_turns, outcomes
 from tests.frame.queries.query import Query
 from tests.frame.running import Asked, asking, united
 from tests.frame.tables import Shape
@@ -80,7 +81,7 @@ LAYOUTS = strategies.tuples(
 )
 
 
-@hypothesis.settings(max_examples=80)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(layout=LAYOUTS, size=strategies.integers(1, 4), inferred=strategies.sampled_from([0, 2, 100]))
 def test_drawn_csv(
     layout: tuple[list[list[str]], str, bool, bool],
@@ -100,7 +101,7 @@ def test_drawn_csv(
 VALUES = (None, 1, -2, "a\nb", '"', "日本🙂", "", 'x,"' * 20)
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(
     rows=strategies.lists(strategies.tuples(strategies.sampled_from(VALUES[:3]), strategies.sampled_from(VALUES[3:]))),
     newline=strategies.sampled_from(["\n", "\r\n", "\n\n"]),
@@ -132,7 +133,7 @@ def expected_parts(data: bytes, size: int, quote: bytes) -> list[bytes]:
     return parts
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(
     data=strategies.lists(strategies.sampled_from([b"a", b"\n", b'"', b"\r\n", b"long" * 9, "é".encode()])).map(
         b"".join
@@ -197,13 +198,14 @@ READ_BY_LINES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", READ_BY_LINES)
-def test_what_is_read_by_lines(name: str, tmp_path: Path, worlds: Worlds) -> None:
+@pytest.mark.parametrize(("name", "sizes"), in_turns(READ_BY_LINES, [(1, 3), (2, 4)], every=2))
+def test_what_is_read_by_lines(name: str, sizes: tuple[int, int], tmp_path: Path, worlds: Worlds) -> None:
     text, options = READ_BY_LINES[name]
     table = Text(text.encode(), tuple(options.items()), tmp_path)
     assert lines_of(read(table.csv)[0]) is not None
-    for size in (1, 2, 3, 4):
-        Asked.of(Query(name, lambda tables: tables.csv), table).on_ranks(size, worlds)  # pyright: ignore
+    asked = Asked.of(Query(name, lambda tables: tables.csv), table)  # pyright: ignore
+    for size in sizes:
+        asked.on_ranks(size, worlds)
 
 
 NOT_BY_LINES: dict[str, tuple[str | bytes, dict[str, Any]]] = {
@@ -333,10 +335,10 @@ PLANS: dict[str, Any] = {
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("suffix", ONE)
 def test_plans_of_one_file(suffix: str, plan: str, tables: Any, worlds: Worlds) -> None:
-    for shape in ("usual", "empty", "tiny"):
-        query = Query(plan, lambda t: PLANS[plan](ONE[suffix](t)))
-        for size in (2, 3):
-            Asked.of(query, tables(shape)).on_ranks(size, worlds)
+    for shape, sizes in (("usual", (2, 3)), ("empty", (2,)), ("tiny", (3,))):
+        asked = Asked.of(Query(plan, lambda t: PLANS[plan](ONE[suffix](t))), tables(shape))
+        for size in sizes:
+            asked.on_ranks(size, worlds)
 
 
 def test_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,19 +358,24 @@ def bytes_read(comm: Communicator) -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
+@pytest.fixture(scope="module")
+def gang() -> Iterator[LocalGang]:
+    with LocalGang(3) as gang:
+        yield gang
+
+
 @pytest.mark.parametrize("suffix", ["csv", "ndjson"])
-def test_each_rank_reads_its_part_of_the_bytes(suffix: str, tmp_path: Path) -> None:
+def test_each_rank_reads_its_part_of_the_bytes(suffix: str, gang: LocalGang, tmp_path: Path) -> None:
     path = tmp_path / f"table.{suffix}"
     draw = random.Random(0)
     table = pl.DataFrame({"n": range(60_000), "s": [f"{'x' * draw.randint(80, 200)}\n" for _ in range(60_000)]})
     (table.write_csv if suffix == "csv" else table.write_ndjson)(path)
     part = path.stat().st_size / 3
     lazy = (pl.scan_csv if suffix == "csv" else pl.scan_ndjson)(path).select(pl.len(), c("n").sum())
-    with LocalGang(3) as gang:
-        bf.collect(lazy, gang)  # brings in what a process reads for itself
-        before = gang.run(bytes_read)
-        found = bf.collect(lazy, gang)
-        after = gang.run(bytes_read)
+    bf.collect(lazy, gang)  # brings in what a process reads for itself
+    before = gang.run(bytes_read)
+    found = bf.collect(lazy, gang)
+    after = gang.run(bytes_read)
     assert found.rows() == [(60_000, sum(range(60_000)))]
     times = 2 if suffix == "csv" else 1  # for its quotes, and for its rows
     for one, other in zip(before, after, strict=True):

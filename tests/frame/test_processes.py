@@ -1,6 +1,7 @@
 """Frames on gangs of processes, over TCP and UCX: the plan, the data and the errors pass between them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 
 import polars as pl
 import pytest
@@ -54,10 +55,16 @@ OVER = [
 ]
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
-def gang(request: pytest.FixtureRequest) -> Iterator[LocalGang]:
-    with LocalGang(3, transport=request.param) as gang:
-        yield gang
+@pytest.fixture(scope="module")
+def gangs() -> Iterator[Mapping[str, LocalGang]]:
+    """Returns a gang of each transport; a gang of this scope with parameters would begin anew for each test."""
+    with ExitStack() as stack:
+        yield {transport: stack.enter_context(LocalGang(3, transport=transport)) for transport in TRANSPORTS}
+
+
+@pytest.fixture(params=TRANSPORTS)
+def gang(request: pytest.FixtureRequest, gangs: Mapping[str, LocalGang]) -> LocalGang:
+    return gangs[request.param]
 
 
 def on_gang(lazy: pl.LazyFrame, gang: LocalGang) -> Outcome:

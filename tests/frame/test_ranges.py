@@ -18,6 +18,7 @@ from braidax.frame.operators.reading import scanning
 from braidax.frame.plan.layout import Ranges, ranges_wanted
 from braidax.frame.plan.nodes import read, topological
 from braidax.frame.plan.supplying import scan
+from tests.comm.ranks import in_turns
 from tests.frame.worlds import Worlds
 
 pytestmark = pytest.mark.usefixtures("dealt")
@@ -74,8 +75,7 @@ PLANS: dict[str, Callable[[pl.LazyFrame, pl.LazyFrame], pl.LazyFrame]] = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("name", "size"), in_turns(PLANS, [1, 2, 3, 4], every=2))
 def test_ranges_give_what_one_process_gives(
     name: str, size: int, worlds: Worlds, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,9 @@ def test_fewer_files_than_that_are_read_by_rows(files: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("dealt")
-@pytest.mark.parametrize("count", [1, 2, 127, 128, 129, 130, 255, 256, 257])
+@pytest.mark.parametrize(
+    "count", [1, 2, 128, 129, 257, *(pytest.param(count, marks=pytest.mark.slow) for count in (127, 130, 255, 256))]
+)
 def test_any_number_of_files_row_groups_and_pieces(tmp_path: Path, count: int) -> None:
     table = pl.DataFrame({"k": np.arange(count) % 5, "v": np.arange(count)})
     rows = [table[i : i + 1] for i in range(count)]

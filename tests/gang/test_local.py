@@ -21,15 +21,21 @@ from tests.laws.tree import ROOT
 
 
 @pytest.fixture(scope="module")
-def gang() -> Iterator[LocalGang]:
-    """A gang of 3, of which no test ends the ranks."""
+def shared() -> Iterator[LocalGang]:
     with LocalGang(3) as gang:
         yield gang
 
 
 @pytest.fixture
+def gang(shared: LocalGang) -> LocalGang:
+    """A gang of 3 whose ranks live, whatever another test did to them."""
+    shared.replace()
+    return shared
+
+
+@pytest.fixture
 def fresh() -> Iterator[LocalGang]:
-    """A gang of 3 of one's own."""
+    """A gang of 3 of one's own, whose ranks have done nothing."""
     with LocalGang(3) as gang:
         yield gang
 
@@ -93,9 +99,9 @@ def test_a_failure_names_rank_host_and_error(fresh: LocalGang) -> None:
 
 
 @pytest.mark.parametrize("how", ["wrapped", "hidden"])
-def test_the_first_failure_is_named_and_not_what_came_of_it(fresh: LocalGang, how: str) -> None:
+def test_the_first_failure_is_named_and_not_what_came_of_it(gang: LocalGang, how: str) -> None:
     with pytest.raises(CallFailed, match="ValueError: the value") as raised:
-        fresh.run(programs.fail_on_1, how)
+        gang.run(programs.fail_on_1, how)
     assert raised.value.rank == 1
 
 
@@ -106,29 +112,29 @@ def test_the_others_do_not_wait_for_a_rank_that_raised() -> None:
     assert sorted(log.getvalue().splitlines()) == ["[0] aborted", "[2] aborted"]
 
 
-def test_where_all_only_tell_of_others_the_first_is_named(fresh: LocalGang) -> None:
+def test_where_all_only_tell_of_others_the_first_is_named(gang: LocalGang) -> None:
     def abort(comm: object) -> None:
         raise Aborted("on purpose")
 
     with pytest.raises(CallFailed, match="Aborted: on purpose") as raised:
-        fresh.run(abort)
+        gang.run(abort)
     assert isinstance(raised.value.__cause__, Aborted)
 
 
-def test_an_error_that_cannot_be_pickled_is_told_in_words(fresh: LocalGang) -> None:
+def test_an_error_that_cannot_be_pickled_is_told_in_words(gang: LocalGang) -> None:
     with pytest.raises(CallFailed, match="Stubborn: stubborn") as raised:
-        fresh.run(programs.stubborn)
+        gang.run(programs.stubborn)
     assert raised.value.__cause__ is None
 
 
-def test_what_cannot_be_sent_is_named(fresh: LocalGang) -> None:
+def test_what_cannot_be_sent_is_named(gang: LocalGang) -> None:
     with pytest.raises(ArgumentError, match=r"args\[1\] is <unlocked _thread.lock .*cannot be sent to the ranks"):
-        fresh.run(programs.keep, 1, threading.Lock())
+        gang.run(programs.keep, 1, threading.Lock())
     with pytest.raises(CallFailed, match=r"rank 1 .*the result cannot be sent: it is of type _thread\.lock") as raised:
-        fresh.run(programs.unsendable)
+        gang.run(programs.unsendable)
     assert raised.value.rank == 1
     with pytest.raises(CallFailed, match="rank 1: its result cannot be unpickled here: LookupError: not in") as raised:
-        fresh.run(programs.only_there)
+        gang.run(programs.only_there)
     assert raised.value.rank == 1
 
 
@@ -140,10 +146,10 @@ def test_what_cannot_be_sent_is_named(fresh: LocalGang) -> None:
         (signal.SIGSEGV, r"was ended by signal 11 \(SIGSEGV\)"),
     ],
 )
-def test_a_process_that_ends_is_named_with_its_last_lines(fresh: LocalGang, number: int, how: str) -> None:
-    pid = fresh.run(programs.pids)[1]
+def test_a_process_that_ends_is_named_with_its_last_lines(gang: LocalGang, number: int, how: str) -> None:
+    pid = gang.run(programs.pids)[1]
     with pytest.raises(PeerLost, match=rf"rank 1 \(host .*, pid {pid}\) {how}; the last lines") as raised:
-        fresh.run(programs.end_on_1, int(number))
+        gang.run(programs.end_on_1, int(number))
     first, *log = str(raised.value).splitlines()
     assert first.endswith("the last lines that it wrote:")
     assert len(log) == 20
@@ -151,11 +157,11 @@ def test_a_process_that_ends_is_named_with_its_last_lines(fresh: LocalGang, numb
     assert raised.value.rank == 1
 
 
-def test_a_process_that_ends_between_runs_is_named(fresh: LocalGang) -> None:
-    pid = fresh.run(programs.pids)[2]
+def test_a_process_that_ends_between_runs_is_named(gang: LocalGang) -> None:
+    pid = gang.run(programs.pids)[2]
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(PeerLost, match=rf"rank 2 \(host .*, pid {pid}\) was ended by signal 9"):
-        fresh.run(lambda comm: comm.barrier())
+        gang.run(lambda comm: comm.barrier())
 
 
 def test_a_frozen_rank_is_named() -> None:
@@ -170,7 +176,7 @@ def test_a_frozen_rank_is_named() -> None:
         assert gang.lost == (1,)
 
 
-def test_a_rank_is_not_ended_since_a_loader_has_lost_a_process_of_its_number(fresh: LocalGang, tmp_path: Path) -> None:
+def test_a_rank_is_not_ended_since_a_loader_has_lost_a_process_of_its_number(gang: LocalGang, tmp_path: Path) -> None:
     """Others than the communicator number processes in their own way: rank 1 is well, and only busy."""
     go = tmp_path / "go"
 
@@ -181,30 +187,30 @@ def test_a_rank_is_not_ended_since_a_loader_has_lost_a_process_of_its_number(fre
         while comm.rank == 1 and not go.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    pids = fresh.run(programs.pids)
+    pids = gang.run(programs.pids)
     with pytest.raises(CallFailed, match=r"rank 0 .*PeerLost: process 1 has left this pass") as raised:
-        fresh.run(lose)
+        gang.run(lose)
     assert raised.value.rank == 0
     assert "rank 1 had not answered; the next call there waits for that." in raised.value.__notes__
     go.touch()
-    assert fresh.run(programs.pids) == pids
+    assert gang.run(programs.pids) == pids
 
 
-def test_a_limit_names_the_ranks_that_are_late(fresh: LocalGang) -> None:
-    pids = fresh.run(programs.pids)
+def test_a_limit_names_the_ranks_that_are_late(gang: LocalGang) -> None:
+    pids = gang.run(programs.pids)
     words = (
         r"^ranks 1, 2 of 3 did not answer within timeout_seconds=0\.3, so the call was aborted; ranks 1, 2 did not "
         r"even then and were ended by force: call replace\(\)"
     )
     with pytest.raises(WaitTimeout, match=words):
-        fresh.run(programs.sleep_after_0, timeout_seconds=0.3)
+        gang.run(programs.sleep_after_0, timeout_seconds=0.3)
     programs.wait_until_gone(pids[1:], seconds=5)
-    assert fresh.lost == (1, 2)
+    assert gang.lost == (1, 2)
     with pytest.raises(GangError, match=r"in ranks 0, 1, 2: rank 1 was ended by force: .* rank 2 .*call replace\(\)"):
-        fresh.run(programs.pids)
-    assert fresh.run(programs.pids, ranks=[0]) == pids[:1]
-    fresh.replace()
-    assert fresh.run(programs.pids)[0] == pids[0]
+        gang.run(programs.pids)
+    assert gang.run(programs.pids, ranks=[0]) == pids[:1]
+    gang.replace()
+    assert gang.run(programs.pids)[0] == pids[0]
 
 
 def test_an_interrupt_ends_the_ranks(fresh: LocalGang) -> None:
@@ -281,13 +287,13 @@ def test_starting_and_stopping_leave_nothing() -> None:
     files, threads = open_files(), threading.active_count()
     gang = LocalGang(1)
     pids: list[int] = []
-    for _ in range(20):
+    for _ in range(8):
         with gang:
             pids += gang.run(programs.pids)
         gang.stop()
         assert (open_files(), threading.active_count()) == (files, threads)
-    assert gang.epoch == 19
-    assert len(set(pids)) == 20
+    assert gang.epoch == 7
+    assert len(set(pids)) == 8
     assert all(not Path(f"/proc/{pid}").exists() for pid in pids)
 
 

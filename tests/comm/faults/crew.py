@@ -126,12 +126,12 @@ class Crew:
 
     **Arguments:** `folder`: for the store and the logs. `size`: how many. `program`: see `Member`.
 
-    **Fields:** `stalls`: since it began.
+    **Fields:** `folder`: of these. `stalls`: since it began.
     """
 
     def __init__(self, folder: Path, *, size: int, spares: int = 0, program: str = _PROGRAM) -> None:
         self.stalls = Stalls()
-        self._folder = folder
+        self.folder = folder
         self._program = program
         self.epoch = 0
         self.members: list[Member] = []
@@ -168,8 +168,8 @@ class Crew:
             self.end()
 
     def _start(self) -> Member:
-        log = self._folder / f"{len(self._all)}.log"
-        member = Member(self._folder / "store", log, program=self._program, clock=self.stalls.clock)
+        log = self.folder / f"{len(self._all)}.log"
+        member = Member(self.folder / "store", log, program=self._program, clock=self.stalls.clock)
         self._all.append(member)
         return member
 

@@ -1,24 +1,38 @@
 """Drawn trials: whatever ranks do, when one of them dies, freezes or is cut off, all others learn which, in time."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.comm.faults.trials import Fault, run_trials
+from tests.comm.faults.crew import Harbor
+from tests.comm.faults.trials import MAX_SIZE, Fault, drawn, live_through, run_trials
 from tests.comm.ranks import in_turns
+from tests.comm.relay import Relay
 from tests.comm.transports.tcps import IN_C, IN_PYTHON, OF_BOTH
 
 FAULTS: list[Fault] = ["kill", "stop", "cut"]
 
 
+@pytest.fixture(scope="module")
+def harbor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harbor]:
+    made = Harbor(lambda: tmp_path_factory.mktemp("crew"), size=MAX_SIZE)
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize(("fault", "transport"), in_turns(FAULTS, [IN_C, OF_BOTH], every=2))
-def test_every_survivor_learns_who_is_lost_and_joins_again(fault: Fault, transport: str, tmp_path: Path) -> None:
-    assert len(run_trials(fault, range(6), tmp_path, num_crews=2, transport=transport)) == 6
+def test_every_survivor_learns_who_is_lost_and_joins_again(fault: Fault, transport: str, harbor: Harbor) -> None:
+    trials = [drawn(fault, seed, transport=transport) for seed in range(3)]
+    with Relay() as relay, harbor.crew() as crew:
+        assert len(live_through(crew, relay, trials)) == 3
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_so_it_is_in_the_middle_of_streams_and_requests(fault: Fault, tmp_path: Path) -> None:
-    assert len(run_trials(fault, range(5), tmp_path, num_crews=1, operations="streams")) == 5
+def test_so_it_is_in_the_middle_of_streams_and_requests(fault: Fault, harbor: Harbor) -> None:
+    trials = [drawn(fault, seed, operations="streams") for seed in range(3)]
+    with Relay() as relay, harbor.crew() as crew:
+        assert len(live_through(crew, relay, trials)) == 3
 
 
 @pytest.mark.slow

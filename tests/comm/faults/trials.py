@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -205,6 +206,19 @@ def check_goes_on(crew: Crew, relay: Relay | None, *, size: int) -> None:
         assert (told["error"], told["threads"], told["descriptors"]) == (None, [], []), told
 
 
+def live_through(crew: Crew, relay: Relay, trials: Iterable[Trial]) -> list[dict[str, Any]]:
+    """Runs trials of one fault, one after the other, and returns what happened; in the end the ranks meet once more."""
+    happened: list[dict[str, Any]] = []
+    used: Relay | None = None
+    for trial in trials:
+        used = relay if trial.fault == "cut" else None
+        happened.append(attempt(crew, used, trial))
+        found = sorted(path.name for path in crew.folder.iterdir() if path.suffix != ".log")
+        assert found == ["store"], found  # no file of a stream
+    check_goes_on(crew, used, size=MAX_SIZE)
+    return happened
+
+
 def run_trials(
     fault: Fault,
     seeds: range,
@@ -224,16 +238,11 @@ def run_trials(
     def work(index: int) -> list[dict[str, Any]]:
         mine = folder / str(index)
         mine.mkdir()
-        happened: list[dict[str, Any]] = []
+        trials = [drawn(fault, seed, transport=transport, operations=operations) for seed in seeds[index::num_crews]]
         with Relay() as relay, Crew(mine, size=MAX_SIZE, spares=1) as crew:
-            used = relay if fault == "cut" else None
-            for seed in seeds[index::num_crews]:
-                happened.append(attempt(crew, used, drawn(fault, seed, transport=transport, operations=operations)))
-                found = sorted(path.name for path in mine.iterdir() if path.suffix != ".log")
-                assert found == ["store"], found  # no file of a stream
-                with (logs / f"{transport}-{fault}-{operations}.jsonl").open("a") as log:
-                    log.write(json.dumps(happened[-1]) + "\n")
-            check_goes_on(crew, used, size=MAX_SIZE)
+            happened = live_through(crew, relay, trials)
+        with (logs / f"{transport}-{fault}-{operations}.jsonl").open("a") as log:
+            log.writelines(json.dumps(each) + "\n" for each in happened)
         return happened
 
     with ThreadPoolExecutor(num_crews) as executor:

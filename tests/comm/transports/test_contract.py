@@ -15,9 +15,15 @@ from tests.comm.transports import checks
 from tests.comm.transports.tcps import TCPS, transport_of
 from tests.comm.transports.worlds import Check, Rank, run_mpi, run_threads
 
-SIZES = (1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
 CHECKS = (*checks.CONNECTED, *checks.CONNECTING)
 IN_THREADS = ("in-process", *TCPS, "ucx")
+# By default some sizes of each, and by nightly all.
+QUICK_SIZES = {"in-process": (1, 2), "tcp": (1, 3), "tcp in Python": (2,), "tcp of both": (3,), "ucx": (1, 3)}
+WORLDS = [
+    pytest.param(name, size, marks=() if size in QUICK_SIZES[name] else pytest.mark.slow)
+    for name in IN_THREADS
+    for size in (1, 2, 3, 4)
+]
 
 
 def make(name: str, size: int) -> Sequence[Transport]:
@@ -65,8 +71,7 @@ def in_one_world() -> Callable[[str, int], tuple[Sequence[Check], BaseException 
     return outcome
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", IN_THREADS)
+@pytest.mark.parametrize(("name", "size"), WORLDS)
 @pytest.mark.parametrize("check", checks.IN_ONE_WORLD, ids=lambda check: check.__name__)
 def test_contract(
     check: Check, name: str, size: int, in_one_world: Callable[[str, int], tuple[Sequence[Check], BaseException | None]]
@@ -75,14 +80,13 @@ def test_contract(
     assert check in passed, error
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", IN_THREADS)
+@pytest.mark.parametrize(("name", "size"), WORLDS)
 @pytest.mark.parametrize("check", [*checks.CLOSING, *checks.CONNECTING], ids=lambda check: check.__name__)
 def test_contract_of_a_world_of_its_own(check: Check, name: str, size: int) -> None:
     run_threads(functools.partial(make, name), size, check, connects=check in checks.CONNECTED)
 
 
-@pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4))])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_contract_over_mpi(check: Check, size: int, mpi_output: Callable[[int], str]) -> None:
     output = mpi_output(size)

@@ -28,6 +28,7 @@ from braidax.comm.transports.transport import Operation
 from braidax.comm.transports.ucx import UcxTransport
 from braidax.connections.world import World
 from braidax.errors import ArgumentError, CommError, HandshakeError, MissingExtra, WaitTimeout
+from tests.comm.ranks import in_turns
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_SECONDS = 60
@@ -337,8 +338,7 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize(("death", "way"), in_turns(DEATHS, WAYS, every=2))
 def test_the_death_of_a_peer_is_survived(
     death: str, way: str, together: Callable[..., Ranks], capfd: pytest.CaptureFixture[str]
 ) -> None:

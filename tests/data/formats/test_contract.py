@@ -3,7 +3,7 @@
 import dataclasses
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -276,15 +276,18 @@ CASES = {
 }
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
 
-@pytest.fixture
-def source(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
-    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
-    return case.make(tmp_path)
+@pytest.fixture(scope="module")
+def source(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
+    """Returns a source that all tests of its case read."""
+    folder = tmp_path_factory.mktemp("source")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BRAIDAX_CACHE", str(folder / "cache"))
+        yield case.make(folder)
 
 
 def test_length_and_spec(case: Case, source: Source) -> None:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
@@ -262,6 +262,7 @@ def slices(source: Any, indices: Sequence[int], boxes: dict[str, Box]) -> dict[s
     return {name: leaf for name, leaf in out.items() if leaf is not None}
 
 
+@settings(max_examples=12)
 @given(data=st.data())
 def test_slices_are_what_is_read_and_then_cut(opened: Opened, data: st.DataObject) -> None:
     source, case = opened.source, opened.case

@@ -118,10 +118,10 @@ def indexing(rank: int) -> None:
     if rank == 1:
         begun = time.monotonic()
         with Progress("index of", "x", 1000) as work:
-            while (elapsed := time.monotonic() - begun) < 9.0:
+            while (elapsed := time.monotonic() - begun) < 5.5:
                 work.show(0, int(100 * elapsed))
                 time.sleep(0.05)  # what it costs to read on
-    with DataLoader(Numbers(60), mesh(), P("data"), batch_size=12, knobs=Knobs(timeout_seconds=6.0)) as loader:
+    with DataLoader(Numbers(60), mesh(), P("data"), batch_size=12, knobs=Knobs(timeout_seconds=4.0)) as loader:
         assert sum(1 for _ in loader) == 5
 
 
@@ -306,7 +306,7 @@ def pausing(rank: int) -> None:
     with DataLoader(Numbers(60), mesh(), P("data"), batch_size=6, knobs=knobs) as loader:
         for _ in loader:
             if loader.cursor.position == 6:
-                threading.Event().wait(6.0)
+                threading.Event().wait(5.0)
 
 
 def test_a_pause_of_the_loop_is_no_wait(gang: LocalGang) -> None:

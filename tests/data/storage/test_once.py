@@ -6,12 +6,9 @@ import fcntl
 import gzip
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,38 +20,20 @@ from braidax.data.storage.derived import Derived
 from braidax.data.storage.locks import NoPlace
 from braidax.data.storage.progress import Progress
 from braidax.errors import FormatError, WaitTimeout
+from tests.data.storage.nursery import Nursery
 
-ROOT = Path(__file__).parents[3]
 HEAD = (
-    f"import os, sys, time; from pathlib import Path; sys.path.insert(0, {str(ROOT)!r})\n"
+    "import os, sys, time; from pathlib import Path\n"
     "from braidax.data.storage.derived import Derived\n"
     "from braidax.data.storage.progress import Progress\n"
     'def say(text): sys.stdout.write(f"{text}\\n"); sys.stdout.flush()\n'  # in one piece: threads say it
 )
 
 
-@contextlib.contextmanager
-def process(code: str, **environment: str) -> Generator[subprocess.Popen[str]]:
-    """Runs code in a process of its own, which is killed when the block ends."""
-    given = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
-    with subprocess.Popen(
-        [sys.executable, "-c", HEAD + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=given
-    ) as running:
-        try:
-            yield running
-        finally:
-            running.kill()
-
-
-def line(running: subprocess.Popen[str]) -> str:
-    assert running.stdout is not None
-    return running.stdout.readline().strip()
-
-
-def put(running: subprocess.Popen[str], text: str = "go") -> None:
-    assert running.stdin is not None
-    running.stdin.write(text + "\n")
-    running.stdin.flush()
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as made:
+        yield made
 
 
 MAKING = """
@@ -65,7 +44,7 @@ def write(file):
     sys.stdin.readline()
     file.write(b" and half")
     return {"by": os.getpid()}
-derived = Derived(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(os.environ["TARGET"]), {"kind": "x"})
+derived = Derived(Path(os.environ["TARGET"]), {"kind": "x"})
 with Progress("making", "x", 13) as work:
     {method}
 """
@@ -88,18 +67,18 @@ def refuse(file: IO[bytes]) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("code", [NUMBERS, CONTENTS], ids=["numbers", "contents"])
-def test_who_comes_while_another_makes_it_waits_and_finds_it(tmp_path: Path, code: str) -> None:
+def test_who_comes_while_another_makes_it_waits_and_finds_it(nursery: Nursery, tmp_path: Path, code: str) -> None:
     target = tmp_path / "folder" / "x"
-    with process(code, TARGET=str(target)) as first:
-        assert line(first) == "making"
+    with nursery.process(HEAD + code, TARGET=str(target)) as first:
+        assert first.line() == "making"
         said = json.loads(target.with_name("x.lock").read_bytes())
         assert said["pid"] == first.pid
         found: list[Any] = []
         thread = threading.Thread(target=lambda: found.append(use(target, code)))
         thread.start()
-        with process(code, TARGET=str(target)) as second:
-            put(first)
-            assert line(second) == line(first)  # it has never said that it is making it
+        with nursery.process(HEAD + code, TARGET=str(target)) as second:
+            first.put()
+            assert second.line() == first.line()  # it has never said that it is making it
         thread.join(30)
         assert found == [b"half and half"]
     names = sorted(path.name for path in target.parent.iterdir())
@@ -116,38 +95,39 @@ def use(target: Path, code: str) -> bytes:
 
 
 @pytest.mark.parametrize("code", [NUMBERS, CONTENTS], ids=["numbers", "contents"])
-def test_a_process_that_is_killed_leaves_no_lock_and_the_next_removes_its_part(tmp_path: Path, code: str) -> None:
+def test_a_process_that_is_killed_leaves_no_lock_and_the_next_removes_its_part(
+    nursery: Nursery, tmp_path: Path, code: str
+) -> None:
     target = tmp_path / "x"
     others = dict.fromkeys(("x.12345678.part", "x.part", "y.abcdefgh.part"), b"mine")
     for name, contents in others.items():
         (tmp_path / name).write_bytes(contents)
-    with process(code, TARGET=str(target)) as first:
-        assert line(first) == "making"
-        first.send_signal(signal.SIGKILL)
-        first.wait(30)
+    with nursery.process(HEAD + code, TARGET=str(target)) as first:
+        assert first.line() == "making"
+        first.kill()
     parts = {path.name for path in tmp_path.glob("*.part")} - set(others)
     assert parts  # which nobody could remove
-    with process(code, TARGET=str(target)) as second:
-        assert line(second) == "making"
+    with nursery.process(HEAD + code, TARGET=str(target)) as second:
+        assert second.line() == "making"
         assert not {path.name for path in tmp_path.glob("*.part")} & parts
-        put(second)
-        assert line(second).startswith("b'half and half'")
+        second.put()
+        assert second.line().startswith("b'half and half'")
     left = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.suffix in (".part", ".lock")}
     assert left == others
 
 
-def test_a_waiting_process_takes_over_at_once_when_the_maker_is_killed(tmp_path: Path) -> None:
+def test_a_waiting_process_takes_over_at_once_when_the_maker_is_killed(nursery: Nursery, tmp_path: Path) -> None:
     target = tmp_path / "x"
-    with process(NUMBERS, TARGET=str(target)) as first:
-        assert line(first) == "making"
-        with process(NUMBERS, TARGET=str(target)) as second:
-            first.send_signal(signal.SIGKILL)
-            assert line(second) == "making"
-            put(second)
-            assert line(second) == f"b'half and half' {second.pid}"
+    with nursery.process(HEAD + NUMBERS, TARGET=str(target)) as first:
+        assert first.line() == "making"
+        with nursery.process(HEAD + NUMBERS, TARGET=str(target)) as second:
+            first.kill()
+            assert second.line() == "making"
+            second.put()
+            assert second.line() == f"b'half and half' {second.pid}"
 
 
-def test_eight_processes_make_each_of_several_files_once(tmp_path: Path) -> None:
+def test_eight_processes_make_each_of_several_files_once(nursery: Nursery, tmp_path: Path) -> None:
     code = """
 import gzip
 from braidax.data.storage import LocalFiles
@@ -167,18 +147,18 @@ say("found " + " ".join(Path(name).read_bytes().decode() for name in files.conte
         (tmp_path / "data" / f"{number}.gz").write_bytes(gzip.compress(f"contents{number}".encode()))
     with contextlib.ExitStack() as stack:
         environment = {"DATA": str(tmp_path / "data"), "BRAIDAX_CACHE": str(tmp_path / "cache")}
-        ranks = [stack.enter_context(process(code, **environment)) for _ in range(8)]
+        ranks = [stack.enter_context(nursery.process(HEAD + code, **environment)) for _ in range(8)]
         for rank in ranks:
-            put(rank)
-        said = [text for rank in ranks for text in iter(lambda rank=rank: line(rank), "")]
+            rank.put()
+        said = [text for rank in ranks for text in iter(rank.line, "")]
     assert sorted(text for text in said if text.startswith("reads")) == [f"reads {number}.gz" for number in range(3)]
     assert said.count("found contents0 contents1 contents2") == 8
 
 
-def test_a_maker_without_progress_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_maker_without_progress_is_named(nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "_WAIT_SECONDS", 0.3)
-    with process(NUMBERS, TARGET=str(tmp_path / "x")) as first:
-        assert line(first) == "making"
+    with nursery.process(HEAD + NUMBERS, TARGET=str(tmp_path / "x")) as first:
+        assert first.line() == "making"
         with (
             Progress("making", "x", 13) as work,
             pytest.raises(WaitTimeout, match=rf"x: process {first.pid} on .* without progress for .* x\.lock; end it"),

@@ -434,7 +434,7 @@ def _read_all(ledger: Path, seed: int) -> None:
 def test_processes_share_a_ledger(tmp_path: Path) -> None:
     ledger = tmp_path / "ledger.jsonl"
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_read_all, args=(ledger, seed), daemon=True) for seed in range(3)]
+    workers = [context.Process(target=_read_all, args=(ledger, seed), daemon=True) for seed in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
