@@ -112,11 +112,12 @@ def test_variables_lack_the_last_update(gangs: dict[int, LocalGang], staleness: 
             losses.append(float(metrics["loss"]))
             step.finish()
         assert step.staleness == {0: 1, 1: NUM_STEPS - 1}
+        gradients_of, moves_of = jax.jit(jax.value_and_grad(plain)), jax.jit(OPTIMIZERS[optimizer].update)
         for number, batch in enumerate(data):
-            expected, gradients = jax.value_and_grad(plain)(late, batch)
+            expected, gradients = gradients_of(late, batch)
             np.testing.assert_allclose(losses[number], expected, rtol=1e-5)
             late = params
-            moves, kept = OPTIMIZERS[optimizer].update(gradients, kept, params)
+            moves, kept = moves_of(gradients, kept, params)
             params = jax.tree.map(jnp.add, params, moves)
         assert_close(step.params(), params)
 
