@@ -7,16 +7,28 @@ import pytest
 
 from braidax.gang import LocalGang
 
-_GANGS: dict[int, LocalGang] = {}
 _STACK = contextlib.ExitStack()
+
+
+class _Gangs(dict[int, LocalGang]):
+    """Starts a gang of so many ranks when one is asked for."""
+
+    def __missing__(self, size: int) -> LocalGang:
+        self[size] = _STACK.enter_context(LocalGang(size))
+        return self[size]
+
+
+_GANGS = _Gangs()
 
 
 @pytest.fixture(scope="module")
 def gangs() -> dict[int, LocalGang]:
-    """Gangs of 1, 2 and 3 ranks. A test that kills a rank, or changes what it runs, starts a gang of its own."""
+    """Gangs of 1, 2 and 3 ranks, and of more for who asks before a test begins, which may leave no thread behind.
+
+    A test that kills a rank, or changes what it runs, starts a gang of its own.
+    """
     for size in (1, 2, 3):
-        if size not in _GANGS:
-            _GANGS[size] = _STACK.enter_context(LocalGang(size))
+        _ = _GANGS[size]
     return _GANGS
 
 

@@ -54,9 +54,17 @@ def make_nnx() -> Any:
     return model, optimizer, nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
 
 
-@pytest.mark.parametrize("wrap", [lambda fn: fn, nnx.jit], ids=["plain", "nnx.jit"])
-@pytest.mark.parametrize("strategy", [bx.DataParallel(), ALL], ids=["data parallel", "fully sharded"])
-def test_a_step_of_nnx_changes_its_objects(wrap: Any, strategy: Any) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "wrap"),
+    [
+        (bx.DataParallel(), lambda fn: fn),
+        (ALL, nnx.jit),
+        pytest.param(bx.DataParallel(), nnx.jit, marks=pytest.mark.slow),
+        pytest.param(ALL, lambda fn: fn, marks=pytest.mark.slow),
+    ],
+    ids=["data parallel", "fully sharded, nnx.jit", "data parallel, nnx.jit", "fully sharded"],
+)
+def test_a_step_of_nnx_changes_its_objects(strategy: Any, wrap: Any) -> None:
     alone, ours = make_nnx(), make_nnx()
     train_step = bx.parallelize(make_mesh("4x2 explicit"), {"data": strategy})(wrap(nnx_step))
     on_one = nnx.jit(nnx_step)

@@ -1,6 +1,7 @@
 """Tables by rows in checkpoints: restored to another number of shards, and to single-device form."""
 
 import copy
+import functools
 import gc
 import logging
 import pickle
@@ -79,6 +80,12 @@ def some(seed: int, size: int = 4) -> dict[str, np.ndarray]:
     return {"ids": ids, "target": random.normal(size=size).astype(np.float32)}
 
 
+@functools.cache
+def shared(optimizer: Any, placed: str) -> bx.Step:
+    """A step that several tests train by: it keeps no state."""
+    return small(optimizer, PLACED[placed])
+
+
 def small(optimizer: Any, strategies: Any, *, num_devices: int = 2, batch: Any = None) -> bx.Step:
     mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
     batch = specs(some(0) if batch is None else batch)
@@ -118,7 +125,7 @@ def restored(root: Path, step: bx.Step, **options: Any) -> Any:
 def test_a_run_goes_on_by_another_plan_bit_for_bit(
     tmp_path: Path, before: str, now: str, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    old, new = (small(ADAM, PLACED[name]) for name in (before, now))
+    old, new = (shared(ADAM, name) for name in (before, now))
     state = trained(old, range(3))
     save(tmp_path, state)
     with caplog.at_level(logging.INFO, logger="braidax"):
@@ -135,7 +142,7 @@ def test_a_run_goes_on_by_another_plan_bit_for_bit(
 
 
 def test_there_and_back_is_the_same_state(tmp_path: Path) -> None:
-    hybrid, whole = (small(ADAGRAD, each) for each in (HYBRID, WHOLE))
+    hybrid, whole = (shared(ADAGRAD, each) for each in PLACED)
     state = trained(hybrid, range(3))
     save(tmp_path / "1", state)
     save(tmp_path / "2", restored(tmp_path / "1", whole)[0])
@@ -145,7 +152,7 @@ def test_there_and_back_is_the_same_state(tmp_path: Path) -> None:
 
 
 def test_a_larger_batch_on_fewer_devices(tmp_path: Path) -> None:
-    little, large = small(ADAM, HYBRID), some(1, 256)
+    little, large = shared(ADAM, "HYBRID"), some(1, 256)
     state = trained(little, range(2))
     save(tmp_path, state)
     step = small(ADAM, HYBRID, num_devices=1, batch=large)
@@ -156,7 +163,7 @@ def test_a_larger_batch_on_fewer_devices(tmp_path: Path) -> None:
 
 
 def test_a_part_is_restored_with_nothing_put_off(tmp_path: Path) -> None:
-    hybrid, whole = small(ADAM, HYBRID), small(ADAM, WHOLE)
+    hybrid, whole = (shared(ADAM, each) for each in PLACED)
     state = trained(hybrid, range(4))
     save(tmp_path, state)
     settled = hybrid.settled(state)
@@ -172,7 +179,7 @@ def test_a_part_is_restored_with_nothing_put_off(tmp_path: Path) -> None:
 
 def test_without_a_way_one_line_says_what_has_changed(tmp_path: Path) -> None:
     own = small(ADAGRAD, {"data": bx.Hybrid(row_optimizers={"params/table": row_adagrad(0.1)})})
-    whole = small(ADAGRAD, WHOLE)
+    whole = shared(ADAGRAD, "WHOLE")
     save(tmp_path / "whole", trained(whole, range(1)))
     with pytest.raises(CheckpointError) as caught:
         restored(tmp_path / "whole", own)
@@ -183,7 +190,7 @@ def test_without_a_way_one_line_says_what_has_changed(tmp_path: Path) -> None:
         "restore this step's own"
     )
     # What else has changed is still told leaf by leaf.
-    adam = small(ADAM, HYBRID)
+    adam = shared(ADAM, "HYBRID")
     save(tmp_path / "adam", trained(adam, range(1)))
     with pytest.raises(CheckpointError, match=r"is whole now .*, and more has: .*(\n.*)*leaf '0/opt_state/"):
         restored(tmp_path / "adam", whole)

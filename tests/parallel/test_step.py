@@ -31,6 +31,10 @@ from tests.parallel.models import (
 )
 
 DATA = {"data": bx.DataParallel()}
+# One mesh of each shape and of each kind; dropout is compared on all below, and the others train nightly.
+ON_MESHES = [
+    name if name in ("8 explicit", "4x2 auto") else pytest.param(name, marks=pytest.mark.slow) for name in MESHES
+]
 NUM_UPDATES = 3
 
 
@@ -53,7 +57,7 @@ def plain(params: Any, variables: Any, key: Any, batch: Any) -> Any:
     return loss, (aux, variables)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ON_MESHES)
 def test_updates_equal_one_device(mesh: str) -> None:
     step = make_step(mesh=mesh)
     state = step.init(jax.random.key(1))
@@ -66,7 +70,7 @@ def test_updates_equal_one_device(mesh: str) -> None:
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("mesh", ["4x2 explicit", "4x2 auto"])
+@pytest.mark.parametrize("mesh", ["4x2 explicit", pytest.param("4x2 auto", marks=pytest.mark.slow)])
 def test_batch_split_over_both_axes_means_the_same(mesh: str) -> None:
     both = {"data": bx.DataParallel(), "model": bx.DataParallel()}
     step = make_step(mesh=mesh, strategies=both)
@@ -297,7 +301,13 @@ class LinenNet(linen.Module):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "axis"), [("4x2 explicit", None), ("8 auto", None), ("4x2 explicit", "data"), ("8 auto", "batch")]
+    ("mesh", "axis"),
+    [
+        pytest.param("4x2 explicit", None, marks=pytest.mark.slow),
+        ("8 auto", None),
+        ("4x2 explicit", "data"),
+        pytest.param("8 auto", "batch", marks=pytest.mark.slow),
+    ],
 )
 def test_flax_linen_with_batch_statistics_and_dropout(mesh: str, axis: str | None) -> None:
     batches = [{"x": np.random.default_rng(i).normal(size=(16, 4)).astype(np.float32)} for i in range(NUM_UPDATES)]
@@ -377,7 +387,7 @@ class NnxNet(nnx.Module):
         return self.last(self.drop(nnx.relu(self.norm(self.first(inputs)))))[:, 0]
 
 
-@pytest.mark.parametrize("mesh", ["4x2 explicit", "8 auto"])
+@pytest.mark.parametrize("mesh", ["4x2 explicit", pytest.param("8 auto", marks=pytest.mark.slow)])
 def test_flax_nnx_split_and_merged(mesh: str) -> None:
     graph = nnx.split(nnx.eval_shape(lambda: NnxNet(nnx.Rngs(0))), nnx.Param, ...)[0]
     batches = [{"x": np.random.default_rng(i).normal(size=(16, 4)).astype(np.float32)} for i in range(NUM_UPDATES)]

@@ -13,7 +13,8 @@ from flax.training.train_state import TrainState
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, SpecError, StateError
-from tests.parallel.models import MESHES, assert_close, copied, init, make_batch, make_mesh, masked_loss, on_one_device
+from tests.parallel.models import assert_close, copied, init, make_batch, make_mesh, masked_loss, on_one_device
+from tests.parallel.test_step import ON_MESHES
 
 DATA = {"data": bx.DataParallel()}
 OPTIMIZER = optax.adamw(1e-2)
@@ -74,7 +75,7 @@ def run(step: Any, state: Any, num: int = 3) -> tuple[Any, list[Any]]:
     return state, metrics
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ON_MESHES)
 def test_updates_equal_one_device(mesh: str) -> None:
     expected_state, expected = run(jax.jit(train_step), begin())
     state, got = run(bx.parallelize(make_mesh(mesh), DATA)(train_step), begin())

@@ -36,7 +36,7 @@ def in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         pytest.param("gpt", "8 auto", "one axis", marks=SLOW),
         pytest.param("gpt", "4x2 auto", "sharded on", marks=SLOW),
-        ("mlp", "4x2 explicit", "beside rows"),
+        pytest.param("mlp", "4x2 explicit", "beside rows", marks=SLOW),
         pytest.param("resnet", "8 auto", "one axis", marks=SLOW),
         pytest.param("bert", "8 auto", "one axis", marks=SLOW),
     ],

@@ -71,7 +71,7 @@ def test_microbatches_are_those_of_one_device(model: str, mesh: str, strategies:
     assert_close(copied(step.to_dense(state).params), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("model", ["gpt", "lstm"])
+@pytest.mark.parametrize("model", ["gpt", pytest.param("lstm", marks=SLOW)])
 def test_more_microbatches_send_no_more(model: str) -> None:
     one, two = (sent(make_step(MODELS[model], {"data": bx.DataParallel()}, "8 auto", number)) for number in (1, 2))
     assert set(one) == set(two) == {"all-reduce"}

@@ -60,7 +60,7 @@ def test_it_trains_as_on_one_device(form: str, monkeypatch: pytest.MonkeyPatch) 
     assert_as_on_one_device(step, model)
 
 
-@pytest.mark.parametrize("form", ["tied", "head"])
+@pytest.mark.parametrize("form", ["tied", pytest.param("head", marks=pytest.mark.slow)])
 def test_over_two_axes_it_trains_as_on_one_device(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_gradient, "_LEAST_BYTES", PIECE)
     model, all_of_it = Model(_loss(form), _init, _batch), bx.FullySharded(min_bytes=0)

@@ -48,7 +48,7 @@ def compiled(strategies: Mapping[str, Any], vocabulary: int = 4096, target: str 
 
 
 @pytest.mark.usefixtures("aot")
-@pytest.mark.parametrize(("vocabulary", "waiting"), [(2048, 1.0), (65536, 0.75)])
+@pytest.mark.parametrize(("vocabulary", "waiting"), [pytest.param(2048, 1.0, marks=pytest.mark.slow), (65536, 0.75)])
 def test_only_the_first_gather_and_the_last_sum_of_fully_sharded_layers_wait(vocabulary: int, waiting: float) -> None:
     found = compiled({"data": bx.FullySharded()}, vocabulary)
     table = 4 * vocabulary * WIDTH

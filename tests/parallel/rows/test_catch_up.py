@@ -14,6 +14,7 @@ from braidax.parallel import rows
 from braidax.parallel.rows.moving.optimizers import Alone
 from tests.parallel.rows.training import quickly
 
+SLOW = pytest.mark.slow
 SCHEDULE = optax.linear_schedule(0.1, 0.02, 40)
 LATE = optax.piecewise_constant_schedule(0.0, {2: 1.0})
 COSINE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 30, 250, 1e-3)
@@ -45,7 +46,16 @@ ONE_BY_ONE: dict[str, optax.GradientTransformation] = {
 }
 
 
-@pytest.mark.parametrize("name", [*IN_ONE, *ONE_BY_ONE])
+# Of each kind one is taken in any case; the others are compiled and run nightly.
+OTHERS = (
+    "no momentum", "adam", "adam, large eps", "adamw", "adamw, linear", "adamw, piecewise", "adamw, strong",
+    "momentum, scheduled decay",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW if name in OTHERS else ()) for name in [*IN_ONE, *ONE_BY_ONE]]
+)
 def test_any_absence_equals_dense_steps(name: str) -> None:
     """Rows that are away for 0 to 300 steps, with gradients of all magnitudes."""
     got, expected = away({**IN_ONE, **ONE_BY_ONE}[name], (0, 1, 2, 0, 30, 300))
@@ -53,8 +63,21 @@ def test_any_absence_equals_dense_steps(name: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=f"step {number}")
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", ["momentum", "nesterov", "adam", "adamw", "lion"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("momentum", jnp.bfloat16),
+        ("nesterov", jnp.float16),
+        ("adam", jnp.float16),
+        ("adamw", jnp.bfloat16),
+        ("lion", jnp.bfloat16),
+        pytest.param("momentum", jnp.float16, marks=SLOW),
+        pytest.param("nesterov", jnp.bfloat16, marks=SLOW),
+        pytest.param("adam", jnp.bfloat16, marks=SLOW),
+        pytest.param("adamw", jnp.float16, marks=SLOW),
+        pytest.param("lion", jnp.float16, marks=SLOW),
+    ],
+)
 def test_narrow_numbers_round_as_dense_steps_do(name: str, dtype: Any) -> None:
     """What is rounded in each of the steps cannot be summed up: they are taken one by one.
 

@@ -71,8 +71,9 @@ SHARDED = {"data": bx.Hybrid(dense=bx.FullySharded(min_bytes=0))}
     ("loss", "optimizer", "mesh", "strategies"),
     [
         pytest.param("pooled", OPTIMIZERS["adamw"], "8 explicit", HYBRID, marks=SLOW),
-        ("scanned", SCHEDULED, "8 auto", HYBRID),
-        ("sampled", OPTIMIZERS["momentum"], "4x2 explicit", COPIED),
+        pytest.param("scanned", SCHEDULED, "8 auto", HYBRID, marks=SLOW),
+        ("scanned", SCHEDULED, "4x2 explicit", COPIED),
+        pytest.param("sampled", OPTIMIZERS["momentum"], "4x2 explicit", COPIED, marks=SLOW),
         pytest.param("sampled", OPTIMIZERS["adagrad"], "4x2 auto", BOTH, marks=SLOW),
         pytest.param("pooled", SCHEDULED, "8 explicit", HYBRID, marks=SLOW),
         pytest.param("pooled", OPTIMIZERS["adam"], "8 explicit", SHARDED, marks=SLOW),
@@ -103,7 +104,7 @@ def _small(optimizer: Any, strategy: Any, **options: Any) -> bx.Step:
     ids=["microbatches", "row optimizers", "several rounds"],
 )
 def test_it_trains_as_without(hybrid: bx.Hybrid, options: Any, most_rounds: int) -> None:
-    step = _small(optax.adam(3e-2), hybrid, **options)
+    step = _small(optax.sgd(3e-2, momentum=0.9), hybrid, **options)  # it lags behind by less of a program than Adam
     state, told = trained(step, make)
     other = step.init(jax.random.key(3))
     for seed, metrics in enumerate(told):

@@ -1,6 +1,6 @@
 """Tables that grow under optimizers that move rows without a gradient: training is that of servers with all rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,8 @@ NUM_STEPS = 9
 
 
 @pytest.fixture(scope="module")
-def gang() -> Iterator[LocalGang]:
-    with LocalGang(3) as gang:
-        yield gang
+def gang(gangs: dict[int, LocalGang]) -> LocalGang:
+    return gangs[3]
 
 
 def make_step(gang: LocalGang, case: str, seen: bx.Seen | None, **served: Any) -> Any:

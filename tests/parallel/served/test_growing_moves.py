@@ -5,7 +5,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,8 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def gang() -> Iterator[LocalGang]:
-    with LocalGang(4) as gang:
-        yield gang
+def gang(gangs: dict[int, LocalGang]) -> LocalGang:
+    return gangs[4]
 
 
 @pytest.mark.parametrize("case", [name if name in FAST else pytest.param(name, marks=SLOW) for name in CASES])

@@ -1,6 +1,5 @@
 """Rows of tables that grow, in fewer bits: what a gradient loses is added to the next one, while the row is there."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,9 +20,8 @@ from tests.parallel.served.test_seen_shard import WIDTH, Told, form_of, updates
 
 
 @pytest.fixture(scope="module")
-def gang() -> Iterator[LocalGang]:
-    with LocalGang(3) as gang:
-        yield gang
+def gang(gangs: dict[int, LocalGang]) -> LocalGang:
+    return gangs[3]
 
 
 def make_step(gang: LocalGang, seen: bx.Seen | None, wire: Any) -> Any:

@@ -125,6 +125,7 @@ def test_without_a_copy_it_ends_and_goes_on_from_the_checkpoint(tmp_path: Path) 
             assert_equal((losses, copied(step.to_dense(state))), (wanted[0][begun:], wanted[1]))
 
 
+@pytest.mark.slow  # spare servers take the place of a lost one in test_resizing.py, of two in test_growing_moves.py
 @pytest.mark.parametrize(("optimizer", "seed"), drawn_cases("adagrad", 20))
 def test_spare_servers_take_the_place_of_lost_ones(expected: Callable[[str], Any], optimizer: str, seed: int) -> None:
     """Of three servers with parts all are lost, one after the other: three spare ones have what they had."""

@@ -7,7 +7,7 @@ import random
 import re
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +106,8 @@ def trained_while_one_is_killed(
 
 
 @pytest.fixture(scope="module")
-def gang() -> Iterator[LocalGang]:
-    with LocalGang(4) as gang:
-        yield gang
+def gang(gangs: dict[int, LocalGang]) -> LocalGang:
+    return gangs[4]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import logging
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,8 @@ FAST = ("adagrad", "momentum")
 
 
 @pytest.fixture(scope="module")
-def gang() -> Iterator[LocalGang]:
-    with LocalGang(4) as gang:
-        yield gang
+def gang(gangs: dict[int, LocalGang]) -> LocalGang:
+    return gangs[4]
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,11 @@ def test_rows_travel_by_the_transport_of_the_gang() -> None:
 @pytest.mark.parametrize("optimizer", [pytest.param("adagrad", marks=SLOW), "momentum"])
 @pytest.mark.parametrize(
     ("loss", "mesh"),
-    [("scanned", "8 auto"), pytest.param("sampled", "4x2 auto", marks=SLOW), ("sampled", "8 explicit")],
+    [
+        ("scanned", "8 auto"),
+        pytest.param("sampled", "4x2 auto", marks=SLOW),
+        pytest.param("sampled", "8 explicit", marks=SLOW),
+    ],
 )
 def test_every_loss_on_every_mesh(gang: LocalGang, loss: str, mesh: str, optimizer: str) -> None:
     with make_step(LOSSES[loss], OPTIMIZERS[optimizer], gang, mesh) as step:

@@ -39,15 +39,16 @@ def gang() -> Iterator[LocalGang]:
         yield gang
 
 
-@pytest.mark.parametrize(("fn", "optimizer"), [(loss, "clipped"), (loss, "adam"), (dense_loss, "sgd")])
+@pytest.mark.parametrize(
+    ("fn", "optimizer"), [(loss, "clipped"), pytest.param(loss, "adam", marks=pytest.mark.slow), (dense_loss, "sgd")]
+)
 def test_the_norm_is_that_of_one_device(gang: LocalGang, fn: Any, optimizer: str) -> None:
     """Of the mean that the update takes, in all workers."""
     check_norms(gang, fn, optimizer)
 
 
-def test_the_norm_of_one_server() -> None:
-    with LocalGang(1) as gang:
-        check_norms(gang, loss, "clipped")
+def test_the_norm_of_one_server(gangs: dict[int, LocalGang]) -> None:
+    check_norms(gangs[1], loss, "clipped")
 
 
 def check_norms(gang: LocalGang, fn: Any, optimizer: str) -> None:

@@ -56,7 +56,7 @@ def of_layout(name: str, devices: int, count: int) -> list[Schedule]:
     ],
 )
 def test_all_schedules_that_flush_equal_one_device(layout: str, devices: int, count: int) -> None:
-    case = mlp(8, samples=4 * count)
+    case = mlp(4 * devices // 2, samples=4 * count)
     first, *others = of_layout(layout, devices, count)
     run, expected = pipelined(case, first), case.expected(count)
     check(run, case, expected)
