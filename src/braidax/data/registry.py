@@ -127,9 +127,12 @@ def _open_mds(look: Look, **options: Any) -> Source:
 
 def _open_tokens(look: Look, **options: Any) -> Source:
     files = cast("Files", look.files)
-    name = next(name for name, size in zip(files.names, files.sizes, strict=True) if size)
-    refuse_cifar_records(name, look.size, look.head)
-    return _by_either(open_tokens, open_token_files)(look, **options)
+    held = files if look.is_plain else inflated(files)
+    name, size = next((name, size) for name, size in zip(held.names, held.sizes, strict=True) if size)
+    refuse_cifar_records(name, size, look.head)
+    if look.path is not None and look.is_plain:  # it can be mapped as one
+        return open_tokens(look.path, **options)
+    return open_token_files(held, **options)
 
 
 def _is_mds_folder(look: Look) -> bool:
@@ -161,7 +164,7 @@ def _is_idx(look: Look) -> bool:
 
 
 def _is_tokens(look: Look) -> bool:
-    return look.is_plain and (has_header(look.head) or look.suffix in TOKEN_SUFFIXES)
+    return has_header(look.head) or look.suffix in TOKEN_SUFFIXES
 
 
 def _is_arrow(look: Look) -> bool:
