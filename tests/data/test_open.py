@@ -30,8 +30,8 @@ from tests.data.storage.faulty_server import serving
 
 FILES = (
     "npy, npz, Parquet, Arrow (.arrow, .feather), ArrayRecord, TFRecord, CIFAR archive (.tar.gz, .tar), WebDataset "
-    "(.tar), IDX (MNIST, also .gz), tokens (.bin, .tokens, llm.c), JSON Lines (.jsonl, .ndjson), CSV (.csv, .tsv), "
-    "text lines (.txt)"
+    "(.tar), Megatron indexed tokens (.idx beside .bin), IDX (MNIST, also .gz), tokens (.bin, .tokens, llm.c), "
+    "JSON Lines (.jsonl, .ndjson), CSV (.csv, .tsv), text lines (.txt)"
 )
 FOLDERS = (
     "CIFAR folder (python or binary), MNIST folder (IDX, also .gz), MosaicML MDS, Hugging Face dataset, "

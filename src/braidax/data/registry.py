@@ -39,6 +39,7 @@ from braidax.data.storage import Files, Remote
 from braidax.data.storage.inflate import SUFFIXES as COMPRESSED_SUFFIXES
 from braidax.data.storage.inflate import inflated
 
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 TOKEN_SUFFIXES = (".bin", ".tokens")
 _SHARD = re.compile(r"(-\d+-of-\d+|\.\d+)$")  # what numbers the shards of a data set, behind their suffix
 
@@ -133,6 +134,12 @@ def _open_tokens(look: Look, **options: Any) -> Source:
     if look.path is not None and look.is_plain:  # it can be mapped as one
         return open_tokens(look.path, **options)
     return open_token_files(held, **options)
+
+
+def _open_megatron(look: Look, **options: Any) -> Source:
+    from braidax.data.formats.records.megatron import open_megatron  # few need it: not with `import braidax`
+
+    return open_megatron(cast("Files", look.files), remote=look.remote, **options)
 
 
 def _is_mds_folder(look: Look) -> bool:
@@ -249,6 +256,12 @@ FILES = (
     Format("TFRecord", lambda look: has_tfrecord_header(look.head), _by_files(open_tfrecord), _COLUMNS, declares=True),
     Format("CIFAR archive (.tar.gz, .tar)", _is_cifar, _by_path(open_cifar_archive), _SPLIT, is_single=True),
     Format("WebDataset (.tar)", _is_tar, _by_files(open_webdataset), _COLUMNS, declares=True),
+    Format(
+        "Megatron indexed tokens (.idx beside .bin)",
+        lambda look: look.is_plain and look.head.startswith(MEGATRON_MAGIC),
+        _open_megatron,
+        frozenset({"sequence_length"}),
+    ),
     Format("IDX (MNIST, also .gz)", _is_idx, _by_path(open_idx), is_single=True),
     Format("tokens (.bin, .tokens, llm.c)", _is_tokens, _open_tokens, _TOKENS),
     Format("JSON Lines (.jsonl, .ndjson)", _is_jsonl, _by_files(open_jsonl), _COLUMNS, declares=True),
