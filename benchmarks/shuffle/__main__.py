@@ -14,6 +14,7 @@ from benchmarks.harness import Report, arguments, run, say
 from benchmarks.harness.machine import num_cores
 from benchmarks.shuffle.cases import Bench, Scale
 from benchmarks.shuffle.end_to_end import training
+from benchmarks.shuffle.for_torch import for_torch
 from benchmarks.shuffle.in_memory import texts, tokens
 from benchmarks.shuffle.limits import limits, why
 from benchmarks.shuffle.photos import photos
@@ -25,6 +26,7 @@ QUICK = Scale(20_000, 4_000, 100, rounds=1, seconds=0.2, grain_threads=(16,), wo
 CASES: dict[str, Callable[[Bench], None]] = {
     "tokens": tokens,
     "texts": texts,
+    "torch": for_torch,
     "photos": photos,
     "cold": cold,
     "remote": remote,

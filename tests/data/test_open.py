@@ -1,6 +1,7 @@
 import gc
 import gzip
 import io
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ from tests.data.storage.faulty_server import serving
 
 FILES = (
     "npy, npz, Parquet, Arrow (.arrow, .feather), ArrayRecord, TFRecord, CIFAR archive (.tar.gz, .tar), WebDataset "
-    "(.tar), IDX (MNIST, also .gz), tokens (.bin, .tokens, llm.c), JSON Lines (.jsonl, .ndjson), CSV (.csv, .tsv), "
-    "text lines (.txt)"
+    "(.tar), Megatron indexed tokens (.idx beside .bin), IDX (MNIST, also .gz), tokens (.bin, .tokens, llm.c), "
+    "JSON Lines (.jsonl, .ndjson), CSV (.csv, .tsv), text lines (.txt)"
 )
 FOLDERS = (
     "CIFAR folder (python or binary), MNIST folder (IDX, also .gz), MosaicML MDS, Hugging Face dataset, "
@@ -187,10 +188,23 @@ def test_compressed_files_are_inflated(tmp_path: Path, monkeypatch: pytest.Monke
     assert source.describe()["samples"] == "2"
 
 
-def test_what_cannot_be_inflated(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd more")
-    with pytest.raises(FormatError, match=r"a\.jsonl\.zst: is compressed with zstd, .*decompress it"):
-        sources.open(tmp_path / "a.jsonl.zst")
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_compressed_tokens_are_inflated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
+    for number in range(2):
+        tokens = (np.arange(100, dtype=np.uint16) + 1000 * number).tobytes()
+        packed = gzip.compress(tokens) if suffix == "gz" else pa.compress(tokens, "zstd", asbytes=True)
+        (tmp_path / f"{number}.bin.{suffix}").write_bytes(packed)
+    places = [tmp_path / f"{number}.bin.{suffix}" for number in range(2)]
+    one = sources.open(places[1], dtype="uint16", sequence_length=32)
+    assert read(one)["tokens"][:, 0] == pytest.approx([1000, 1032, 1064])
+    both = pickle.loads(pickle.dumps(sources.open_tokens(places, "uint16", sequence_length=32)))
+    assert read(both)["tokens"][:, 0] == pytest.approx([0, 32, 64, 1000, 1032, 1064])
+    assert both.describe()["files"] == f"2: 0.bin.{suffix}, 1.bin.{suffix}"
+    with pytest.raises(FormatError, match=rf"0\.bin\.{suffix}: no file of 1 holds as many tokens of uint16 as one"):
+        sources.open_tokens(places[0], "uint16", sequence_length=101)
+    with pytest.raises(ArgumentError, match=rf"1\.bin\.{suffix}: holds tokens without a header"):
+        sources.open(places[1])
 
 
 def npy(array: Any) -> bytes:
@@ -401,12 +415,8 @@ def test_tables_and_images(tmp_path: Path) -> None:
 
 def test_a_function_of_another_format(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(512, dtype=np.uint16))
-    (tmp_path / "a.bin.gz").write_bytes(gzip.compress(bytes(64)))
-    for name, found in (("a.npy", "npy"), ("a.bin.gz", "gzip, compressed")):
-        with pytest.raises(
-            ArgumentError, match=f"the first bytes are those of {found}, not of tokens .*; use braidax.op"
-        ):
-            sources.open_tokens(tmp_path / name, "uint16", sequence_length=4)
+    with pytest.raises(ArgumentError, match=r"the first bytes are those of npy, not of tokens .*; use braidax.open"):
+        sources.open_tokens(tmp_path / "a.npy", "uint16", sequence_length=4)
     with pytest.raises(
         ArgumentError, match=r"was recognized as 'npy', which open_table does not open; use braidax.open"
     ):

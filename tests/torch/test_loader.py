@@ -710,7 +710,7 @@ def without_nan(leaf: Any) -> Any:
 
 @pytest.mark.parametrize("cut", ["whole", "shuffled"])
 @pytest.mark.parametrize(
-    ("table", "num_calls"), [("lists", 1), ("fixed", 1), ("numbers", 1), ("nested", 7), ("text", 7)]
+    ("table", "num_calls"), [("lists", 1), ("fixed", 1), ("numbers", 1), ("nested", 1), ("text", 7)]
 )
 def test_tables_of_numbers_are_read_without_a_sample_for_each_row(
     table: str, num_calls: int, cut: str, monkeypatch: pytest.MonkeyPatch

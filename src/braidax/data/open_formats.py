@@ -79,12 +79,9 @@ def _opened(name: str, path: Places, remote: Remote | None, **options: Any) -> S
     known = next(known for known in FILES if known.name.startswith(name))
     look = look_at(path, remote)
     other = next((other.name for other in FILES if other.name.startswith(_TOLD) and other.matches(look)), None)
-    if look.compression and name == "tokens":
-        other = f"{look.compression}, compressed"
     if other is not None:
         raise ArgumentError(
-            f"path={look.where!r}: the first bytes are those of {other}, not of {known.name}; use braidax.open, or "
-            "inflate the file first"
+            f"path={look.where!r}: the first bytes are those of {other}, not of {known.name}; use braidax.open"
         )
     return known.open(look, **{option: value for option, value in options.items() if value is not None})
 

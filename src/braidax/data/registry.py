@@ -39,6 +39,7 @@ from braidax.data.storage import Files, Remote
 from braidax.data.storage.inflate import SUFFIXES as COMPRESSED_SUFFIXES
 from braidax.data.storage.inflate import inflated
 
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 TOKEN_SUFFIXES = (".bin", ".tokens")
 _SHARD = re.compile(r"(-\d+-of-\d+|\.\d+)$")  # what numbers the shards of a data set, behind their suffix
 
@@ -127,9 +128,18 @@ def _open_mds(look: Look, **options: Any) -> Source:
 
 def _open_tokens(look: Look, **options: Any) -> Source:
     files = cast("Files", look.files)
-    name = next(name for name, size in zip(files.names, files.sizes, strict=True) if size)
-    refuse_cifar_records(name, look.size, look.head)
-    return _by_either(open_tokens, open_token_files)(look, **options)
+    held = files if look.is_plain else inflated(files)
+    name, size = next((name, size) for name, size in zip(held.names, held.sizes, strict=True) if size)
+    refuse_cifar_records(name, size, look.head)
+    if look.path is not None and look.is_plain:  # it can be mapped as one
+        return open_tokens(look.path, **options)
+    return open_token_files(held, **options)
+
+
+def _open_megatron(look: Look, **options: Any) -> Source:
+    from braidax.data.formats.records.megatron import open_megatron  # few need it: not with `import braidax`
+
+    return open_megatron(cast("Files", look.files), remote=look.remote, **options)
 
 
 def _is_mds_folder(look: Look) -> bool:
@@ -161,7 +171,7 @@ def _is_idx(look: Look) -> bool:
 
 
 def _is_tokens(look: Look) -> bool:
-    return look.is_plain and (has_header(look.head) or look.suffix in TOKEN_SUFFIXES)
+    return has_header(look.head) or look.suffix in TOKEN_SUFFIXES
 
 
 def _is_arrow(look: Look) -> bool:
@@ -246,6 +256,12 @@ FILES = (
     Format("TFRecord", lambda look: has_tfrecord_header(look.head), _by_files(open_tfrecord), _COLUMNS, declares=True),
     Format("CIFAR archive (.tar.gz, .tar)", _is_cifar, _by_path(open_cifar_archive), _SPLIT, is_single=True),
     Format("WebDataset (.tar)", _is_tar, _by_files(open_webdataset), _COLUMNS, declares=True),
+    Format(
+        "Megatron indexed tokens (.idx beside .bin)",
+        lambda look: look.is_plain and look.head.startswith(MEGATRON_MAGIC),
+        _open_megatron,
+        frozenset({"sequence_length"}),
+    ),
     Format("IDX (MNIST, also .gz)", _is_idx, _by_path(open_idx), is_single=True),
     Format("tokens (.bin, .tokens, llm.c)", _is_tokens, _open_tokens, _TOKENS),
     Format("JSON Lines (.jsonl, .ndjson)", _is_jsonl, _by_files(open_jsonl), _COLUMNS, declares=True),

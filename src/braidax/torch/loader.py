@@ -7,12 +7,13 @@ from typing import Any
 from braidax.errors import ArgumentError
 from braidax.torch.arguments import check_fetching, check_order
 from braidax.torch.fetch import Fetch
-from braidax.torch.hugging_face import TableItems, table_of
+from braidax.torch.gathering import GatheredItems
 from braidax.torch.items import Items
 from braidax.torch.library import consumer_modes, pinning, torch_library
 from braidax.torch.order import Order, RankSampler, SampledOrder, Stream
 from braidax.torch.passes import ProcessPass, Progress, StreamPass, ThreadOptions, ThreadPass
 from braidax.torch.tempo import Tempo
+from braidax.torch.tensors import columns_of
 
 _LASTING = frozenset({"dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "persistent_workers"})
 
@@ -87,6 +88,7 @@ class DataLoader:
         self._latest: Progress | None = None
         self._tempo = Tempo(threads)
         self._feed = _Feed()
+        self._gathered: GatheredItems | None = None  # what the latest epoch was gathered by
         self._workers: Any = None
         self._sealed = True
 
@@ -161,10 +163,11 @@ class DataLoader:
     def _items(self, pin: Callable[[Any], Any] | None) -> Items:
         table = None
         if self._batched and self.collate_fn is torch_library().utils.data.default_collate:
-            table = table_of(self.dataset)
+            table = columns_of(self.dataset)
         if table is None:
             return Items(self.dataset, self.collate_fn, batched=self._batched, pin=pin)
-        return TableItems(self.dataset, self.collate_fn, pin=pin, table=table)
+        self._gathered = GatheredItems(self.dataset, self.collate_fn, pin=pin, table=table, former=self._gathered)
+        return self._gathered
 
     def _threads_for(self, items: Items) -> Callable[[], Fetch]:
         data = torch_library().utils.data

@@ -26,6 +26,7 @@ from tests.data.formats.mds.mds_files import write_mds
 from tests.data.formats.reading import assert_equal, read, spoil
 from tests.data.formats.records.test_array_record import written as write_array_record
 from tests.data.formats.records.test_example import example
+from tests.data.formats.records.test_megatron import write as write_megatron
 from tests.data.formats.records.test_tfrecord import write as write_tfrecord
 from tests.data.formats.records.test_webdataset import numbered, shard
 
@@ -64,6 +65,15 @@ def npz_deflated(path: Path) -> Source:
 def tokens(path: Path) -> Source:
     files.rng().integers(0, 50257, 100, dtype=np.uint16).tofile(path / "a.bin")
     return sources.open_tokens(path / "a.bin", "uint16", sequence_length=9)
+
+
+def megatron(path: Path) -> Source:
+    sequences = [list(range(10 * number, 10 * number + number % 4)) for number in range(11)]
+    return sources.open(write_megatron(path / "a", sequences))
+
+
+def megatron_rows(path: Path) -> Source:
+    return sources.open(write_megatron(path / "a", [list(range(40)), list(range(60))]), sequence_length=9)
 
 
 def cifar10_archive(path: Path) -> Source:
@@ -166,6 +176,12 @@ def jsonl(path: Path) -> Source:
     return sources.open(path / "a.jsonl")
 
 
+def jsonl_zstd(path: Path) -> Source:
+    jsonl(path)
+    (path / "a.jsonl.zst").write_bytes(pa.compress((path / "a.jsonl").read_bytes(), "zstd", asbytes=True))
+    return sources.open(path / "a.jsonl.zst", columns=["id", "text"])
+
+
 def jsonl_gzipped(path: Path) -> Source:
     jsonl(path)
     (path / "a.jsonl.gz").write_bytes(gzip.compress((path / "a.jsonl").read_bytes()))
@@ -233,6 +249,8 @@ CASES = {
     "npz": Case(npz, 11, {"x": ((3,), "float32"), "y": ((), "int32"), "z": ((), "bool")}),
     "npz_deflated": Case(npz_deflated, 11, {"x": ((3,), "float32"), "y": ((), "int32")}),
     "tokens": Case(tokens, 11, {"tokens": ((9,), "uint16")}),
+    "megatron": Case(megatron, 11, {"tokens": TEXT}),
+    "megatron_rows": Case(megatron_rows, 11, {"tokens": ((9,), "uint16")}),
     "cifar10_archive": Case(cifar10_archive, 20, {"image": IMAGE, "label": ((), "int32")}),
     "cifar10_binary": Case(cifar10_binary, 20, {"image": IMAGE, "label": ((), "int32")}),
     "cifar100_python": Case(
@@ -263,6 +281,7 @@ CASES = {
     "text_lines": Case(text_lines, 11, {"text": TEXT}),
     "jsonl": Case(jsonl, 11, {"id": ((), "int32"), "text": TEXT, "pair": ((2,), "float32"), "ids": TEXT}),
     "jsonl_gzipped": Case(jsonl_gzipped, 11, {"id": ((), "int32"), "text": TEXT}),
+    "jsonl_zstd": Case(jsonl_zstd, 11, {"id": ((), "int32"), "text": TEXT}),
     "csv": Case(table_csv, 11, {"id": ((), "int32"), "x": ((), "float32"), "text": TEXT}),
     "tfrecord": Case(tfrecord, 11, {"label": ((), "int32"), "x": ((2,), "float32"), "image": TEXT}),
     "npy_files": Case(npy_files, 11, {"data": ((3,), "float32")}),

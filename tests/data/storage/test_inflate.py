@@ -5,25 +5,34 @@ import lzma
 import os
 import pickle
 import re
+import sys
 import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow
 import pytest
 
 import braidax
 import braidax.data.storage.inflate as inflate
 from braidax.data.storage import LocalFiles
 from braidax.data.storage.inflate import compression_of, inflated, inflated_head
-from braidax.errors import FormatError, RecordError
+from braidax.errors import FormatError, MissingExtra, RecordError
 from tests.data.formats.reading import read
 
 DATA = bytes(range(256)) * 5_000
+
+
+def zstd(data: bytes) -> bytes:
+    return pyarrow.compress(data, "zstd", asbytes=True)
+
+
 CODECS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "gzip": (".gz", gzip.compress),
     "bzip2": (".bz2", bz2.compress),
     "xz": (".xz", lzma.compress),
+    "zstd": (".zst", zstd),
 }
 
 
@@ -101,6 +110,35 @@ def test_what_stands_behind_an_xz_stream(tmp_path: Path) -> None:
         inflated(LocalFiles([tmp_path / "a.xz"]), cache=tmp_path / "cache")
 
 
+def test_what_stands_behind_a_zstd_frame(tmp_path: Path) -> None:
+    """Frames that are to be skipped may, as tools that compress in parallel write them, and others; nothing else."""
+    skipped = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"
+    (tmp_path / "a.zst").write_bytes(zstd(b"one") + skipped + zstd(b"other") + skipped)
+    (found,) = inflated(LocalFiles([tmp_path / "a.zst"]), cache=tmp_path / "cache").contents.names
+    assert Path(found).read_bytes() == b"oneother"
+    (tmp_path / "b.zst").write_bytes(zstd(b"one") + b"more than a frame")
+    with pytest.raises(FormatError, match=r"b\.zst: zstd data that are truncated or corrupt"):
+        inflated(LocalFiles([tmp_path / "b.zst"]), cache=tmp_path / "cache")
+
+
+def test_the_window_of_a_zstd_file_is_limited(tmp_path: Path) -> None:
+    """The descriptor of a window of 2 GiB, section 3.1.1.1.2 of RFC 8878, before a last block of four bytes."""
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd" + bytes([0, (31 - 10) << 3]) + b"\x21\x00\x00" + b"data")
+    message = r"a\.txt\.zst: to decompress it takes a window of more than 128 MiB of memory; .*--long"
+    for work in (lambda: inflated(LocalFiles([path]), cache=tmp_path / "cache"), lambda: braidax.open(path)):
+        with pytest.raises(FormatError, match=message):
+            work()
+
+
+def test_zstd_needs_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt.zst").write_bytes(zstd(b"one"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    needed = r"reading files compressed with zstd needs the module 'pyarrow', .*: pip install \"braidax\[arrow\]\""
+    with pytest.raises(MissingExtra, match=needed):
+        braidax.open(tmp_path / "a.txt.zst")
+
+
 def of_dictionary(data: bytes, size: int) -> bytes:
     """An xz file that says that it needs a dictionary of another size, the bits of section 5.3.1 of its format."""
     header = bytearray(data[12 : 12 + 4 * data[12] + 4])
@@ -142,8 +180,8 @@ def test_a_bomb_of_a_few_bytes_is_ended_at_the_limit(tmp_path: Path, monkeypatch
 
 
 def test_what_cannot_be_inflated_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd and more")
-    with pytest.raises(FormatError, match=r"a\.zst: is compressed with zstd, which cannot .*; decompress it"):
+    (tmp_path / "a.zst").write_bytes(b"plain")
+    with pytest.raises(FormatError, match=r"a\.zst: is compressed with nothing that is known, which .*; decompress it"):
         inflated(LocalFiles([tmp_path / "a.zst"]), cache=tmp_path / "cache")
 
 

@@ -22,6 +22,7 @@ from braidax.data.storage.locks import NotKept
 from braidax.data.storage.progress import Progress
 from braidax.data.storage.room import Room
 from braidax.errors import FormatError
+from braidax.extras import import_pyarrow
 
 _MAGICS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {"gzip": gzip.open, "bzip2": bz2.open}
@@ -52,15 +53,17 @@ def inflating(file: IO[bytes], compression: str, *, name: str, stored_bytes: int
 
     **Arguments:** `compression`: as `compression_of`. `name`, `stored_bytes`: of the file.
 
-    **Raises:** `FormatError` for a compression that is not known here; while it is read, for an xz file that takes more
-    memory than data may become, and what Python's decompressors raise.
+    **Raises:** `FormatError` for a compression that is not known here; `MissingExtra` for zstd without pyarrow; while
+    it is read, `FormatError` for an xz or zstd file that takes too much memory, and what the decompressors raise.
     """
+    if compression == "zstd":
+        return io.BufferedReader(_Pieces(_zstd_pieces(file, name)), _COPY_BYTES)
     if compression == "xz":
         return io.BufferedReader(_Pieces(_xz_pieces(file, name, stored_bytes)), _COPY_BYTES)
     if compression not in _OPENERS:
         raise FormatError(
             f"{name}: is compressed with {compression or 'nothing that is known'}, which cannot be read at random; "
-            "decompress it, or compress it with gzip, bzip2 or xz: these are decompressed into the cache folder once"
+            "decompress it, or compress it with gzip, bzip2, xz or zstd: these are decompressed into the cache folder"
         )
     return _OPENERS[compression](file)
 
@@ -166,6 +169,37 @@ def _xz_pieces(file: IO[bytes], name: str, stored_bytes: int) -> Iterator[bytes]
         data = stream.unused_data.lstrip(b"\0")  # zeros may stand behind a stream
         while not data and (more := file.read(_COPY_BYTES)):
             data = more.lstrip(b"\0")
+
+
+def _zstd_pieces(file: IO[bytes], name: str) -> Iterator[bytes]:
+    """Yields what the frames of a zstd file hold; its library takes no more than 128 MiB for a window."""
+    pyarrow = import_pyarrow(purpose="reading files compressed with zstd")
+    with pyarrow.CompressedInputStream(pyarrow.PythonFile(_StaysOpen(file), mode="r"), "zstd") as stream:
+        while True:
+            try:
+                piece = stream.read(_COPY_BYTES)
+            except OSError as error:
+                if "too much memory" not in str(error):
+                    raise
+                raise FormatError(
+                    f"{name}: to decompress it takes a window of more than 128 MiB of memory; compress it again, "
+                    "without zstd's option --long, or with at most --long=27"
+                ) from error
+            if not piece:
+                return
+            yield piece
+
+
+class _StaysOpen:
+    """A file that Arrow reads and does not close, as Python's decompressors do not."""
+
+    closed = False
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.read = file.read
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 class _Pieces(io.RawIOBase):

@@ -14,6 +14,7 @@ from braidax.data.formats.arrays.npy import HEAD_BYTES, npy_layout
 from braidax.data.formats.arrays.record_layout import RecordLayout, read_boxes
 from braidax.data.source import Box, Indices, Sliced, Source, check_indices, listed, loader_dtype
 from braidax.data.storage.files import Files, Ranges, stamp_of_files
+from braidax.data.storage.inflate import Inflated
 from braidax.data.storage.local import LocalFiles
 from braidax.data.storage.mapped import Fetched, Mapped, Memory
 from braidax.errors import ArgumentError, FormatError
@@ -37,8 +38,8 @@ class FixedSource(Source, Sliced):
 
     Where a record lies is computed: nothing is read or stored before it is asked for.
 
-    **Arguments:** `files`: local ones, which are mapped, or remote ones. `runs`: one for each file. `leaf`: its name.
-    `dtype`, `shape`: of one record as stored. `facts`: what `describe` shows first.
+    **Arguments:** `files`: local or inflated ones, which are mapped, or remote ones. `runs`: one for each file. `leaf`:
+    its name. `dtype`, `shape`: of one record as stored. `facts`: what `describe` shows first.
 
     **Raises:** `FormatError` when there is no record at all, or for a dtype that JAX does not have.
     """
@@ -54,7 +55,8 @@ class FixedSource(Source, Sliced):
         facts: Mapping[str, str],
     ) -> None:
         self._files = files
-        self._memory: Memory = Mapped(files.names) if isinstance(files, LocalFiles) else Fetched(files)
+        held = files.contents if isinstance(files, Inflated) else files
+        self._memory: Memory = Mapped(held.names) if isinstance(held, LocalFiles) else Fetched(held)
         self._runs = list(runs)
         self._leaf = leaf
         self._layout = RecordLayout(shape, dtype)
@@ -125,7 +127,7 @@ class FixedSource(Source, Sliced):
         """Returns format, files, samples and bytes."""
         return {
             **self._facts,
-            "files": listed([name.rpartition("/")[2] for name in self._memory.names]),
+            "files": listed([name.rpartition("/")[2] for name in self._files.names]),
             "samples": f"{len(self):,}",
             "bytes": f"{len(self) * self._layout.num_bytes:,}",
         }
