@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from braidax.program import Excerpt, excerpts_made, excerpts_read, trace, whole
+from braidax.program import trace
+from braidax.program.excerpts import Excerpt, excerpts_made, excerpts_read, whole
 
 SPEC = jax.ShapeDtypeStruct((6, 4), jnp.float32)
 HALF, FULL = jnp.bfloat16, jnp.float32

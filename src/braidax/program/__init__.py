@@ -52,10 +52,6 @@ from .dims import Dot as Dot
 from .dims import Group as Group
 from .dims import ValueOrigin as ValueOrigin
 from .dims import find_dims as find_dims
-from .excerpts import Excerpt as Excerpt
-from .excerpts import excerpts_made as excerpts_made
-from .excerpts import excerpts_read as excerpts_read
-from .excerpts import whole as whole
 from .execute import compile_on as compile_on
 from .in_turn import Turns as Turns
 from .in_turn import in_full as in_full

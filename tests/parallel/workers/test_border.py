@@ -9,7 +9,7 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.gang import LocalGang
-from braidax.program import Excerpt
+from braidax.program.excerpts import Excerpt
 from tests.parallel.workers.teams import (
     BATCH,
     OPTIMIZERS,

@@ -38,7 +38,7 @@ def trained(gang: LocalGang, workers: int, optimizer: str, fn: Any, ahead: int) 
     def work(number: int, seat: Any) -> Any:
         with make_step(seat, optimizer=optimizer, size=BATCH // workers, fn=fn) as step:
             state, losses, pull, pulled = step.init(jax.random.key(0)), list[float](), step._pull, list[Any]()
-            step._pull = lambda ids: pulled.append(ids) or pull(ids)
+            step._pull = lambda ids, reads="all": pulled.append(ids) or pull(ids, reads)
             data = [own_part(batch, number, workers) for batch in batches(NUM_STEPS)]
             data = jax.device_put(data, jax.devices()[0])
             for coming in data[:ahead]:

@@ -23,10 +23,9 @@ from braidax.parallel.rows.ids import ids_alone
 from braidax.parallel.rows.laid_flat import LaidFlat
 from braidax.parallel.rows.options import RowOptions
 from braidax.parallel.rows.reads import row_reads, without_rows
-from braidax.program import LeafUses, Program, excerpts_read, join, named_leaves, of_no_rows, reads_argument, sums_below
+from braidax.program import LeafUses, Program, join, named_leaves, of_no_rows, reads_argument, sums_below
 
-from .compressed.travelling import ReadAs
-from .programs import RowRules, TableForm, growing, rules_of_own, rules_of_split, shared_of, table_form
+from .programs import ReadAs, RowRules, TableForm, growing, rules_of_own, rules_of_split, shared_of, table_form
 from .row_memory import sums_on_host
 
 _SQUARES = Sum(
@@ -125,6 +124,8 @@ class ServedReading:
     @functools.cached_property
     def read_as(self) -> dict[str, ReadAs]:
         """By table the type to which the program casts all of its rows at once, where that is narrower."""
+        from braidax.program.excerpts import excerpts_read  # what others do without
+
         read = excerpts_read(self._program)[-len(self._rows.lookups) :]
         types = {name: {read[at].dtype for at in self._flat.of_table(name)} for name in self._tables}
         return {name: one for name in types for one in get_args(ReadAs) if types[name] == {one}}

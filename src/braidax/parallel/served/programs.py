@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,10 @@ from braidax.program import Program, RowsAlone, named_leaves, rows_alone
 
 _MOST_ROWS = 2**31 - 1  # ids are int32
 _PLATFORMS = ("cpu",)  # servers compute with what is in their host memory
+
+
+ReadAs = Literal["bfloat16", "float16"]
+"""A type to which a loss may cast all rows that it reads."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import jax
 
 from braidax.parallel.compute.accumulate import gradients_of
 from braidax.parallel.compute.work import Work
-from braidax.program import Excerpt, automatic, excerpts_made, excerpts_read, named_leaves, trace, whole
+from braidax.program import automatic, named_leaves, trace
+from braidax.program.excerpts import Excerpt, excerpts_made, excerpts_read, whole
 
 
 @final

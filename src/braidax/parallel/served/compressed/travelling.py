@@ -1,7 +1,7 @@
 """Rows as the arrays of a message: as they are, or in fewer bits, and back."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,13 @@ from numpy.typing import NDArray
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.placements import WIRES, Wire
 from braidax.parallel.served.batches.batch_rows import Reads
+from braidax.parallel.served.programs import ReadAs
 
 _MOST = 127  # the largest code; -128 is never sent, so that x and -x travel alike
 _LEAST_SCALE = np.finfo(np.float32).tiny  # of a row of zeros, and of what is as small
 _CACHED_BYTES = 1 << 20  # of the rows that are taken at a time
 _SCALES = "scales"
 
-
-ReadAs = Literal["bfloat16", "float16"]
-"""A type to which a loss may cast all rows that it reads."""
 
 Travels = Wire | ReadAs
 """In what rows travel, in place of what they are."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 from braidax.parallel.served.programs import KeptForm
-from braidax.program import Excerpt
+from braidax.program.excerpts import Excerpt
 
 _NUM_LOADED = 256  # programs that are kept
 
