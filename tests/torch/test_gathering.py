@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
@@ -13,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import braidax as bx
 from braidax.errors import RecordError
-from braidax.torch import DataLoader
+from braidax.torch import DataLoader, hugging_face
 from braidax.torch.hugging_face import viewed
 from braidax.torch.memory import Memory
 
@@ -161,3 +162,13 @@ def test_an_error_of_a_source_names_the_record(tmp_path: Path) -> None:
         for batch in loader:
             found.append(batch["n"].tolist())
     assert found == [list(range(8)), list(range(8, 16))]
+
+
+def test_rows_that_a_column_does_not_have_are_not_read() -> None:
+    """A data set's own choice of rows, which may come from a file, is looked at before memory is."""
+    column = hugging_face._Column(pa.chunked_array([pa.array([1, 2]), pa.array([3])]))
+    out = np.zeros(2, np.int64)
+    assert column.gather(np.array([2, 0]), out)
+    assert out.tolist() == [3, 1]
+    for rows in ([0, -1], [-2, 0], [1, 3]):
+        assert not column.gather(np.array(rows), out)

@@ -64,6 +64,8 @@ class _Column:
 
     def gather(self, rows: NDArray[np.int64], out: NDArray[Any]) -> bool:
         """Copies rows into `out`, `[n, *shape]`, or returns False if they do not all have that shape."""
+        if rows.min() < 0 or rows.max() >= self._starts[-1]:  # which a data set's own choice of rows may have
+            return False
         chunks = np.searchsorted(self._starts, rows, "right") - 1
         addresses = self._addresses[chunks]
         if (addresses == _UNKNOWN).any():
