@@ -1,5 +1,6 @@
 """Batches gathered from columns, straight into the memory of a batch's tensors, without an object for each sample."""
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -59,21 +60,19 @@ class GatheredItems(Items):
         self._memory = Memory() if former is None else former._memory
         self._like: Any = None  # tensors [0, *sample_shape] in the form of a batch
         self._is_tried = False
+        self._trying = threading.Lock()  # threads may have the first batches at the same time
         if former is not None and former._is_tried and former._signature == self._signature:
             self._found(former._like)
 
     def batch(self, samples: Any, indices: Any) -> Any:
         if isinstance(samples, _Ready):
             return samples.batch if self._pin is None else self._pin(samples.batch)
-        if self._is_tried:
-            return super().batch(samples, indices)
-        pin, self._pin = self._pin, None
-        try:
-            batch = super().batch(samples, indices)
-        finally:
-            self._pin = pin
-        self._compare(batch, indices)
-        return batch if pin is None else pin(batch)
+        with self._trying:
+            if not self._is_tried:
+                batch = self._made(samples, indices, None)
+                self._compare(batch, indices)
+                return batch if self._pin is None else self._pin(batch)
+        return super().batch(samples, indices)
 
     def _one_by_one(self, indices: Any) -> Any:
         return [self._dataset[index] for index in indices]

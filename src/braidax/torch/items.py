@@ -62,9 +62,12 @@ class Items:
 
     def batch(self, samples: Any, indices: Any) -> Any:
         """Returns a batch. **Raises:** `RecordError` naming the indices."""
+        return self._made(samples, indices, self._pin)
+
+    def _made(self, samples: Any, indices: Any, pin: Callable[[Any], Any] | None) -> Any:
         try:
             batch = self._collate_fn(samples if self._batched else samples[0])
-            return batch if self._pin is None else self._pin(batch)
+            return batch if pin is None else pin(batch)
         except BraidaxError:
             raise
         except Exception as error:

@@ -78,8 +78,13 @@ def test_a_server_keeps_the_first_of_each_step_until_it_begins_anew() -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("num_members", "lost", "asks"), [(3, [], False), (2, [], True), (3, [1], True)])
-def test_servers_are_asked_where_somebody_is_lost(num_members: int, lost: list[int], asks: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_members", "lost", "staleness", "asks"),
+    [(3, [], 1, False), (2, [], 1, True), (3, [1], 0, True), (1, [1], None, False)],
+)
+def test_servers_are_asked_where_somebody_is_lost(
+    num_members: int, lost: list[int], staleness: int | None, asks: bool
+) -> None:
     told: list[Any] = []
 
     class Asked:
@@ -97,6 +102,6 @@ def test_servers_are_asked_where_somebody_is_lost(num_members: int, lost: list[i
 
     asked: Any = Asked()
     members = [5, 6, 7][:num_members]
-    assert Agreement(asked, 3).members(4, members) == ([5] if asks else members)
+    assert Agreement(asked, 3, staleness).members(4, members) == ([5] if asks else members)
     first = (0, "agree", 1, {"about": "members", "step": 4, "value": members})
     assert told == ([first, (1, "agree", 0, {"about": "members", "step": 4, "value": [5]})] if asks else [])

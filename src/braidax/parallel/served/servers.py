@@ -61,7 +61,7 @@ class Servers:
         self._num_workers, self.worker = joined.meeting.num_workers, joined.worker
         self._travelling = travelling
         self._asking = Asking(joined, copies, spares)
-        self.agreement = Agreement(self._asking, joined.meeting.num_workers)
+        self.agreement = Agreement(self._asking, joined.meeting.num_workers, staleness)
         self._dense = dense(self.num_servers)
         self._whole = WholeTables(self._asking, forms)
         self._workers: Communicator | None = None

@@ -32,22 +32,23 @@ def agreeing(ranks: Sequence[int], value: Any) -> Generator[tuple[int, Any], Any
 
 @final
 class Agreement:
-    """What workers agree on by their servers. **Arguments:** `num_workers`: of all.
+    """What workers agree on by their servers. **Arguments:** `num_workers`: of all. `staleness`: as of `Servers`.
 
     **Fields:** `end`: behind how many updates all end, once one of them has asked for that, and this one has heard it.
     """
 
-    def __init__(self, asking: Asking, num_workers: int) -> None:
-        self._asking, self._num_workers = asking, num_workers
+    def __init__(self, asking: Asking, num_workers: int, staleness: int | None) -> None:
+        self._asking, self._num_workers, self._staleness = asking, num_workers, staleness
         self._begun = 0
         self.end: int | None = None
 
     def members(self, step: int, members: list[int]) -> list[int]:
         """Returns whose gradients the update of a step takes, the same for all workers.
 
-        While nobody is lost all were told the same, and nobody is asked. **Arguments:** `members`: as this one knows.
+        While nobody is lost all were told the same, and nobody is asked; nor is anybody where an update is of one
+        worker alone. **Arguments:** `members`: as this one knows.
         """
-        if len(members) == self._num_workers and not self._asking.lost():
+        if self._staleness is None or (len(members) == self._num_workers and not self._asking.lost()):
             return members
         return self._agreed("members", step, members)
 
