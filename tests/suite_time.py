@@ -6,23 +6,24 @@ from collections.abc import Mapping
 import pytest
 
 BUDGET_SECONDS: dict[str, int] = {
-    "checkpoint": 64,
-    "cli": 50,
-    "comm": 134,
-    "connections": 8,
-    "data": 103,
-    "frame": 123,
-    "gang": 91,
+    "checkpoint": 42,
+    "cli": 42,
+    "comm": 98,
+    "connections": 4,
+    "data": 74,
+    "frame": 87,
+    "gang": 58,
     "harness": 9,
-    "laws": 57,
-    "parallel": 400,
-    "program": 42,
-    "tasks": 42,
-    "torch": 12,
-    "tune": 40,
-    "tests": 24,
+    "laws": 49,
+    "parallel": 612,
+    "program": 45,
+    "tasks": 31,
+    "torch": 8,
+    "tune": 20,
+    "tests": 14,
 }
-"""Of all tests of a folder, one after the other, on a quiet machine; `tests` are the files that lie in no folder."""
+"""Of all tests of a folder, one after the other, in the shares that the last whole run had; `tests` are the files that
+lie in no folder."""
 
 NOISE = 1.6
 """How many times its budget a folder may take, beyond what the machine is slower by than the one of the budgets. Three
