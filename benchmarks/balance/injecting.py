@@ -1,8 +1,11 @@
 """`attribution`: 20 ms are injected into each lane of a real run, and have to be found there and nowhere else.
 
-Each run is made twice in turn, with and without the 20 ms; what a lane has more of a step is compared with what was
-slept. A loop of either run lets its devices finish each step before it goes on: what it sleeps is then hidden
-by nothing. What is injected:
+Each run is made twice in turn: with the 20 ms in a lane, and with the same 20 ms between two steps, in the lane
+`other`. What the lane has more of a step is compared with what was slept, and all others have to be as long. A core that had
+nothing to do for 20 ms computes and dispatches the next step by a millisecond or two slower, which is real, is in
+the lane where it happens, and is alike in both runs. Beside a checkpoint the other run has no 20 ms, as they
+are beside one alone. A loop of either run lets its devices finish each step before it goes on: what it sleeps is then
+hidden by nothing. What is injected:
 
 - `data wait`: the loader sleeps before it gives a batch;
 - `dispatch`: `step.update` sleeps before it does anything;
@@ -21,7 +24,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +66,7 @@ class Injection:
     sleeps: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
 
     def sleep(self) -> None:
-        """Passes the time, on whichever thread, and keeps its core awake: one that has slept computes the next step by
-        milliseconds slower, which is compute, and not what was injected."""
+        """Passes the time, on whichever thread, and keeps its core awake."""
         if self.seconds:
             begun = time.perf_counter()
             while time.perf_counter() - begun < self.seconds:
@@ -90,7 +92,9 @@ class Found:
 
 
 class _InStep(bx.Report):
-    """A report that lets devices finish each step, and notes when they have."""
+    """A report that lets devices finish each step, and notes when they have; behind that it may sleep."""
+
+    injection: Injection | None = None
 
     def __init__(self) -> None:
         super().__init__(show="nothing", trace=bx.Trace())
@@ -101,6 +105,8 @@ class _InStep(bx.Report):
         super().update(metrics, epoch=epoch, state=state)
         jax.block_until_ready((metrics, state.params, state.opt_state))
         self.ends.append(time.perf_counter())
+        if self.injection is not None:
+            self.injection.sleep()
 
 
 class _SlowLoader(bx.DataLoader):
@@ -259,9 +265,9 @@ def _step_of(lane: str, injection: Injection) -> Any:
     return bx.parallelize(loss, optax.adam(1e-3), mesh, {axis: strategy}, init=_init, batch=batch)
 
 
-def _run(lane: str, seconds: float, num_steps: int, folder: Path) -> Found:
-    """Trains with an injection of so many seconds into a lane."""
-    injection = Injection(seconds)
+def _run(lane: str, num_steps: int, folder: Path, *, into: Literal["lane", "other"]) -> Found:
+    """Trains as for a lane, with an injection into that or into the lane `other`."""
+    injection, beside = Injection(INJECTED_SECONDS if into == "lane" else 0.0), Injection(INJECTED_SECONDS)
     step, report = _step_of(lane, injection), _InStep()
     samples = np.random.default_rng(0).normal(size=((num_steps + 1) * _BATCH, _WIDTH)).astype(np.float32)
     has_saves = lane == "persist interference"
@@ -275,7 +281,9 @@ def _run(lane: str, seconds: float, num_steps: int, folder: Path) -> Found:
         loader.injection = injection if lane == "data wait" else None
         saver.injection = injection if lane == "snapshot stall" else None
         if has_saves:
-            saver.limit_bytes_per_second = _STATE_BYTES / (_PERSIST_STEPS * (seconds + _REST_SECONDS))
+            saver.limit_bytes_per_second = _STATE_BYTES / (_PERSIST_STEPS * (injection.seconds + _REST_SECONDS))
+        elif into == "other":
+            report.injection = injection = beside
         bx.fit(step, step.init(jax.random.key(0)), loader, saver=saver, report=report)
     told, first, last = attribute(report.trace), report.ends[0], report.ends[-1]
     num, slept = len(told.counted), injection.slept(first, last)
@@ -290,8 +298,8 @@ def _run(lane: str, seconds: float, num_steps: int, folder: Path) -> Found:
 
 @dataclass(frozen=True)
 class Compared:
-    """An injection, by runs with and without. **Fields:** of 1: `share` of it that is in its lane; `wrong`: of the
-    step, by which lanes do not add up to it. `elsewhere`: seconds, the most in another lane, of 20 ms.
+    """An injection, by runs with it here and elsewhere. **Fields:** of 1: `share` of it that is in its lane;
+    `wrong`: of the step, by which lanes do not add up to it. `elsewhere`: seconds, the most in another lane, of 20 ms.
     """
 
     share: float
@@ -301,6 +309,7 @@ class Compared:
 
 def _compared(lane: str, without: Found, injected: Found) -> Compared:
     more = {one: injected.lanes[one] - without.lanes[one] for one in LANES}
+    more["other"] += without.slept
     slept = injected.slept
     elsewhere = max(abs(seconds) for one, seconds in more.items() if one != lane)
     wrong = max(without.wrong, injected.wrong)
@@ -313,8 +322,8 @@ def measure(report: Report, *, quick: bool) -> None:
     found: dict[str, list[Compared]] = {lane: [] for lane in _INJECTED}
     for lane in _INJECTED * scale.rounds:
         with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-            without = _run(lane, 0.0, scale.num_steps, Path(first))
-            injected = _run(lane, INJECTED_SECONDS, scale.num_steps, Path(second))
+            without = _run(lane, scale.num_steps, Path(first), into="other")
+            injected = _run(lane, scale.num_steps, Path(second), into="lane")
         found[lane].append(one := _compared(lane, without, injected))
         say(f"{lane}: {100 * one.share:.1f} % in its lane, at most {1e3 * one.elsewhere:.2f} ms elsewhere")
     shares, elsewhere, wrong = list[float](), list[float](), list[float]()
