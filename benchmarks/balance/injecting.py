@@ -1,10 +1,10 @@
 """`attribution`: 20 ms are injected into each lane of a real run, and have to be found there and nowhere else.
 
 Each run is made twice in turn: with the 20 ms in a lane, and with the same 20 ms between two steps, in the lane
-`other`. What the lane has more of a step is compared with what was slept, and all others have to be as long. A core that had
-nothing to do for 20 ms computes and dispatches the next step by a millisecond or two slower, which is real, is in
-the lane where it happens, and is alike in both runs. Beside a checkpoint the other run has no 20 ms, as they
-are beside one alone. A loop of either run lets its devices finish each step before it goes on: what it sleeps is then
+`other`. What the lane has more of a step is compared with what was slept, and all others have to be as long. A core
+that had nothing to do for 20 ms computes and dispatches the next step by a millisecond or two slower: that is real, is
+in the lane where it happens, and is alike in both runs. Beside a checkpoint the other run has no 20 ms, as they are
+beside one alone. A loop of either run lets its devices finish each step before it goes on: what it sleeps is then
 hidden by nothing. What is injected:
 
 - `data wait`: the loader sleeps before it gives a batch;
