@@ -217,9 +217,8 @@ def _preempted(saver: Saver | None, step: object) -> Generator[Callable[[], bool
         def due() -> bool:
             if not preemption.due(0 if saver is None else saver.num_updates):
                 return False
-            if saver is None:
-                return True
-            saver.timeout_seconds = min(saver.timeout_seconds, max(0.001, preemption.seconds_left))
+            if saver is not None:
+                saver.timeout_seconds = min(saver.timeout_seconds, max(0.001, preemption.seconds_left))
             return True
 
         yield due

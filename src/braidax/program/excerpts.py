@@ -1,7 +1,7 @@
 """What a program reads of an array, and what it makes of one: a box, in a narrower type where it casts at once."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,8 +71,8 @@ def excerpts_read(program: Program) -> list[Excerpt]:
     **Source:** operations at the border of a worker go to the side where fewer bytes cross (Parallax, Kim et al.,
     EuroSys 2019).
     """
-    jaxpr = inlined(program).closed.jaxpr
-    return [_with_type(_box_read(jaxpr, var), var, {*_types_read(jaxpr, var)}) for var in jaxpr.invars]
+    flow = _Flow(inlined(program).closed.jaxpr)
+    return [_with_type(_box_read(flow, var), var, {*_types_read(flow, var)}) for var in flow.jaxpr.invars]
 
 
 def excerpts_made(program: Program) -> list[Excerpt]:
@@ -80,8 +80,8 @@ def excerpts_made(program: Program) -> list[Excerpt]:
 
     From the excerpt, `Excerpt.laid_out` makes the output, bit for bit.
     """
-    jaxpr = inlined(program).closed.jaxpr
-    return [_with_type(_box_made(jaxpr, one), one, {_type_made(jaxpr, one)}) for one in jaxpr.outvars]
+    flow = _Flow(inlined(program).closed.jaxpr)
+    return [_with_type(_box_made(flow, one), one, {_type_made(flow, one)}) for one in flow.jaxpr.outvars]
 
 
 def _with_type(box: tuple[tuple[int, ...], tuple[int, ...]] | None, var: Any, types: set[Any]) -> Excerpt:
@@ -91,11 +91,28 @@ def _with_type(box: tuple[tuple[int, ...], tuple[int, ...]] | None, var: Any, ty
     return Excerpt(found.dtype if dtype is None else str(dtype), *((found.start, found.stop) if box is None else box))
 
 
-def _uses(jaxpr: Jaxpr, var: Any) -> Iterator[tuple[JaxprEqn | None, int]]:
-    """Yields the equations that take a value, and which operand it is; None for an output."""
-    for equation in jaxpr.eqns:
-        yield from ((equation, at) for at, one in enumerate(equation.invars) if one is var)
-    yield from ((None, at) for at, one in enumerate(jaxpr.outvars) if one is var)
+@final
+class _Flow:
+    """Who takes and who makes the values of a jaxpr. **Fields:** by `id` of a value, `uses`: the equations that take
+    it, and as which operand, None for an output; `made`: the one that makes it, and as which result."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self.jaxpr = jaxpr
+        self.uses: dict[int, list[tuple[JaxprEqn | None, int]]] = {}
+        self.made: dict[int, tuple[JaxprEqn, int]] = {}
+        self._bodies: dict[int, _Flow] = {}
+        for equation in jaxpr.eqns:
+            for at, one in enumerate(equation.invars):
+                self.uses.setdefault(id(one), []).append((equation, at))
+            self.made |= {id(one): (equation, at) for at, one in enumerate(equation.outvars)}
+        for at, one in enumerate(jaxpr.outvars):
+            self.uses.setdefault(id(one), []).append((None, at))
+
+    def body(self, scan: JaxprEqn) -> "_Flow":
+        """Returns that of a scan's body."""
+        if id(scan) not in self._bodies:
+            self._bodies[id(scan)] = _Flow(scan.params["jaxpr"].jaxpr)
+        return self._bodies[id(scan)]
 
 
 def _is_narrower(dtype: Any, than: Any) -> bool:
@@ -103,25 +120,21 @@ def _is_narrower(dtype: Any, than: Any) -> bool:
     return both_float and jnp.dtype(dtype).itemsize < jnp.dtype(than).itemsize
 
 
-def _types_read(jaxpr: Jaxpr, var: Any) -> Iterator[Any]:
+def _types_read(flow: _Flow, var: Any) -> Iterator[Any]:
     """Yields the narrower types to which a value is cast before anything is computed; None for its own."""
-    is_used = False
-    for equation, at in _uses(jaxpr, var):
-        is_used = True
+    for equation, at in flow.uses.get(id(var), [(None, 0)]):  # nobody needs less of what nobody takes
         if equation is None:
             yield None
         elif equation.primitive is p.convert_element_type_p:
             dtype = equation.params["new_dtype"]
             yield dtype if _is_narrower(dtype, var.aval.dtype) else None
         elif _moves(equation, at):
-            yield from _types_read(jaxpr, equation.outvars[0])
+            yield from _types_read(flow, equation.outvars[0])
         elif equation.primitive is p.scan_p and not _is_carry(equation, at):
-            body = equation.params["jaxpr"].jaxpr
-            yield from _types_read(body, body.invars[at])
+            body = flow.body(equation)
+            yield from _types_read(body, body.jaxpr.invars[at])
         else:
             yield None
-    if not is_used:
-        yield None
 
 
 def _moves(equation: JaxprEqn, at: int) -> bool:
@@ -136,14 +149,14 @@ def _is_carry(scan: JaxprEqn, at: int) -> bool:
     return first <= at < first + scan.params["num_carry"]
 
 
-def _box_read(jaxpr: Jaxpr, var: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _box_read(flow: _Flow, var: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Returns the box that has all that is read of a value; None where that is not known to be less than all."""
     boxes: list[tuple[Any, Any]] = []
-    for equation, _ in _uses(jaxpr, var):
+    for equation, _ in flow.uses.get(id(var), []):
         if equation is not None and equation.primitive is p.slice_p and not equation.params["strides"]:
             boxes.append((equation.params["start_indices"], equation.params["limit_indices"]))
         elif equation is not None and equation.primitive is p.convert_element_type_p:
-            box = _box_read(jaxpr, equation.outvars[0])
+            box = _box_read(flow, equation.outvars[0])
             if box is None:
                 return None
             boxes.append(box)
@@ -160,31 +173,21 @@ def _hull(boxes: list[tuple[Any, Any]]) -> tuple[tuple[int, ...], tuple[int, ...
     return tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True)))
 
 
-def _producer(jaxpr: Jaxpr, var: Any) -> tuple[JaxprEqn, int] | None:
-    """Returns the equation that makes a value, and which of its results it is."""
-    for equation in jaxpr.eqns:
-        for at, one in enumerate(equation.outvars):
-            if one is var:
-                return equation, at
-    return None
-
-
-def _type_made(jaxpr: Jaxpr, var: Any) -> Any:
+def _type_made(flow: _Flow, var: Any) -> Any:
     """Returns the narrower type from which a value was cast, and only moved since; None where it was not."""
-    found = _producer(jaxpr, var)
-    if found is None:
+    if id(var) not in flow.made:
         return None
-    equation, at = found
+    equation, at = flow.made[id(var)]
     first: Any = equation.invars[0] if equation.invars else None
     if equation.primitive is p.convert_element_type_p:
         dtype = first.aval.dtype
         return dtype if _is_narrower(dtype, var.aval.dtype) else None
     moves = equation.primitive in _MOVING or (equation.primitive is p.pad_p and _is_zero(equation.invars[1]))
     if moves and equation.primitive is not p.gather_p:  # which may fill
-        return _type_made(jaxpr, first)
+        return _type_made(flow, first)
     if equation.primitive is p.scan_p and at >= equation.params["num_carry"]:
-        body = equation.params["jaxpr"].jaxpr
-        return _type_made(body, body.outvars[at])
+        body = flow.body(equation)
+        return _type_made(body, body.jaxpr.outvars[at])
     return None
 
 
@@ -193,12 +196,11 @@ def _is_zero(atom: Any) -> bool:
     return isinstance(atom, Literal) and not np.asarray(atom.val).tobytes().strip(b"\0")
 
 
-def _box_made(jaxpr: Jaxpr, var: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _box_made(flow: _Flow, var: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Returns the box beyond which a value is zero by the way it is made; None where that is not known."""
-    found = _producer(jaxpr, var)
-    if found is None:
+    if id(var) not in flow.made:
         return None
-    equation, _ = found
+    equation, _ = flow.made[id(var)]
     if equation.primitive is p.pad_p and _is_zero(equation.invars[1]):
         ends = equation.params["padding_config"]
         if any(before < 0 or behind < 0 or inside for before, behind, inside in ends):
@@ -206,8 +208,8 @@ def _box_made(jaxpr: Jaxpr, var: Any) -> tuple[tuple[int, ...], tuple[int, ...]]
         pairs = zip(ends, var.aval.shape, strict=True)
         return tuple(int(one[0]) for one in ends), tuple(int(size - one[1]) for one, size in pairs)
     if equation.primitive is p.convert_element_type_p:
-        return _box_made(jaxpr, equation.invars[0])
+        return _box_made(flow, equation.invars[0])
     if equation.primitive in (p.add_jaxvals_p, p.add_p):
-        boxes = [_box_made(jaxpr, one) for one in equation.invars]
+        boxes = [_box_made(flow, one) for one in equation.invars]
         return None if None in boxes else _hull([one for one in boxes if one is not None])
     return None

@@ -65,19 +65,6 @@ class WorkerPrograms:
             out_shardings=(whole, whole),
         )
 
-    def draws_by(self, key: Any, step: Any, key_of_step: Any, place: tuple[int, int, int]) -> tuple[Any, Any]:
-        """Returns what programs draw by in an update: each of several workers as its microbatches of all would.
-
-        **Arguments:** `place`: the worker, of how many, and how many microbatches it has.
-        """
-        worker, num_workers, count = place
-        if num_workers == 1:
-            return key, step
-        if count == 1:
-            return key_of_step, np.int32(worker)
-        numbers = np.arange(count, dtype=np.int32) * num_workers + worker
-        return jnp.broadcast_to(key_of_step, (count,)), numbers
-
     def evaluation(self, specs: Any) -> Evaluation | Reading:
         """Returns what evaluates batches of a form, with tables by rows or without. **Arguments:** `specs`: of such a
         batch."""
@@ -85,6 +72,20 @@ class WorkerPrograms:
             return self.rows.evaluation(specs)
         assert self._readings is not None, "it is made where there are no tables by rows"
         return self._readings.of(None, specs)
+
+
+def draws_by(key: Any, step: Any, key_of_step: Any, place: tuple[int, int, int]) -> tuple[Any, Any]:
+    """Returns what programs draw by in an update: each of several workers as its microbatches of all would.
+
+    **Arguments:** `place`: the worker, of how many, and how many microbatches it has.
+    """
+    worker, num_workers, count = place
+    if num_workers == 1:
+        return key, step
+    if count == 1:
+        return key_of_step, np.int32(worker)
+    numbers = np.arange(count, dtype=np.int32) * num_workers + worker
+    return jnp.broadcast_to(key_of_step, (count,)), numbers
 
 
 class _Flat(NamedTuple):

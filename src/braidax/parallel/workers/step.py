@@ -35,7 +35,7 @@ from braidax.program import Program, difference, named_leaves, specs_of
 
 from .border import Border
 from .dealing import Dealing, Dealt
-from .programs import WorkerPrograms
+from .programs import WorkerPrograms, draws_by
 from .saved import ServedVariables, params_of
 
 
@@ -201,8 +201,8 @@ class WorkerStep:
             return
         on = self._form.shardings
         key, number = place((self._key, np.int32(step)), (on.key, on.step))
-        draws_by = self._programs.draws_by(key, number, self._programs.next(key, number)[0], self._place)
-        ids = made.ids(self._form.specs.variables, *draws_by, place(batch, self.batch_shardings))
+        draw = draws_by(key, number, self._programs.next(key, number)[0], self._place)
+        ids = made.ids(self._form.specs.variables, *draw, place(batch, self.batch_shardings))
         self._pulling.begin(jax.tree.leaves(batch), ids, step if made.reading.draws_ids else None)
 
     def _check_batch(self, batch: Any) -> None:
@@ -231,7 +231,7 @@ class WorkerStep:
             self._prepare(coming, number + 1 + (0 if self._pulling is None else self._pulling.num_coming))
         batch = place(batch, self.batch_shardings)
         drawn, step = self._programs.next(state.key, state.step)
-        key = self._programs.draws_by(state.key, state.step, drawn, self._place)
+        key = draws_by(state.key, state.step, drawn, self._place)
         bound = self._strategy.staleness
         behind = 1 if bound is None else bound  # asynchronously a push travels beside the next batch
         self._pushing.wait_for_own(behind=behind)
