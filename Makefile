@@ -4,7 +4,7 @@ BIN := .venv/bin
 FALLEN := || [ $$? = 3 ]  # a claim that does not hold is a result: the others run
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test nightly bench clean
+.PHONY: demo test nightly bench docs clean
 
 demo: .venv/stamp-demo  ## Train a small model on handwritten digits; run it again to go on where it stopped.
 	$(BIN)/braidax train digits
@@ -40,8 +40,11 @@ bench: .venv/stamp-bench .venv/peers/spectrax/stamp .venv-streaming/stamp .venv-
 	$(BIN)/python -W ignore -m benchmarks.shuffle --streaming .venv-streaming/bin/python $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.page
 
+docs: .venv-docs/stamp  ## The documentation as a site, in build/site; every dead link is an error.
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
 clean:  ## Remove the environment, build outputs and caches; data, checkpoints and traces stay.
-	rm -rf .venv .venv-frames .venv-streaming .venv-torchrec build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-docs .venv-frames .venv-streaming .venv-torchrec build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/stamp-python:
@@ -78,6 +81,13 @@ PJRT = "jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__vers
 .venv/stamp-bench: .venv/stamp-python pyproject.toml $(COMPILED)
 	$(INSTALL) --editable '.[bench]'
 	$(INSTALL) --upgrade --no-deps --target .venv/aot $(PJRT) 'libtpu>=0.0.42'
+	@touch $@
+
+# The extra docs without the package, whose docstrings are read and not imported.
+.venv-docs/stamp: .venv/stamp-python pyproject.toml
+	$(PYTHON) -m venv --clear .venv-docs
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv-docs/requirements.txt
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement .venv-docs/requirements.txt
 	@touch $@
 
 # SpectraX is under the AGPL: it is run as a peer, by what its description tells, and stays in an environment of its own.

@@ -69,7 +69,7 @@ def imports(module: Module, known: set[str]) -> list[Import]:
         if isinstance(node, ast.Import):
             found += [Import(alias.name, node.lineno, way) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            origin = _origin(module, node)
+            origin = origin_of(module, node)
             for alias in node.names:
                 longer = f"{origin}.{alias.name}"
                 found.append(Import(longer if longer in known else origin, node.lineno, way))
@@ -89,7 +89,8 @@ def _last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _origin(module: Module, node: ast.ImportFrom) -> str:
+def origin_of(module: Module, node: ast.ImportFrom) -> str:
+    """Returns the dotted name of the module that `from … import` names."""
     if not node.level:
         return node.module or ""
     parts = module.name.split(".")

@@ -18,8 +18,10 @@ Lane = Literal[
     "compute",
     "other",
 ]
+"""What the time of a step goes to."""
+
 LANES: tuple[Lane, ...] = get_args(Lane)
-"""All of them, in the order of a step."""
+"""All lanes, in the order of a step."""
 
 _FORMAT = "braidax attribution 1"
 _REMEDY = "expected what Attribution.to_json returned; attribute the trace anew"

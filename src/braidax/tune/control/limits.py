@@ -8,6 +8,7 @@ from braidax.checkpoint import Adaptive
 from braidax.errors import ArgumentError
 
 Priority = Literal["speed", "balanced", "safe"]
+"""A word for limits: what a run would rather give up. `PRIORITIES` says which limits it stands for."""
 
 
 @dataclass(frozen=True)

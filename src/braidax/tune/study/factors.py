@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 from braidax.errors import ArgumentError
 
 Factor = Literal["prefetch", "checkpoint", "sync", "pipeline"]
+"""The name of what is switched on and off; `FACTORS` has all of them."""
+
 FACTORS: tuple[Factor, ...] = get_args(Factor)
 """All that is switched: batches fetched ahead, checkpoints behind the steps, gradients summed while others are made,
 and two stages in place of data parallelism."""

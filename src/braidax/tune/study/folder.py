@@ -14,6 +14,8 @@ from braidax.spans import Trace
 from .runs import Run
 
 FORMAT = "braidax study 1"
+"""What the folder of a study says of its own form; one of another form is refused."""
+
 _ABOUT, _RUNS, _WRITTEN, _TRACES, _SCRATCH = "study.json", "runs.jsonl", "written.json", "traces", "scratch"
 
 

@@ -1,0 +1,86 @@
+"""Makes the site of the repository: files outside `docs/` become pages, and links to them hold.
+
+MkDocs calls the functions whose names begin with `on_`. What a page links to is included: the README as the first page,
+the benchmarks with their plots, and any file of source as a page of its own.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {
+    "README.md": "index.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+LINK = re.compile(r"(?<=\]\()([^)\s#:]+)((?:#[^)\s]*)?)(?=\))")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages and pictures that lie outside `docs/`."""
+    for origin, target in PAGES.items():
+        files.append(File.generated(config, target, abs_src_path=str(ROOT / origin)))
+    origins = [*PAGES, *(f"docs/{file.src_uri}" for file in files.documentation_pages() if not file.generated_by)]
+    for origin in origins:
+        for path, _ in LINK.findall(outside_code((ROOT / origin).read_text())):
+            linked = resolved(origin, path)
+            if linked.startswith("docs/") or linked in PAGES or not (ROOT / linked).is_file():
+                continue
+            if Path(linked).suffix in (".png", ".svg"):
+                files.append(File.generated(config, linked, abs_src_path=str(ROOT / linked)))
+            elif files.get_file_from_path(target_of(linked)) is None:
+                files.append(File.generated(config, target_of(linked), content=shown(linked)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Turns what GitHub shows into what the site shows."""
+    target = page.file.src_uri
+    origin = next((origin for origin, included in PAGES.items() if included == target), f"docs/{target}")
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
+    for number, part in enumerate(parts):
+        if number % 2:
+            parts[number] = part.replace("```python no-run", "```python", 1)
+        else:
+            parts[number] = LINK.sub(lambda match: linked_from(origin, target, match), part)
+    return "".join(parts)
+
+
+def linked_from(origin: str, target: str, match: re.Match[str]) -> str:
+    """Returns a link of the file `origin` as the page `target` has it."""
+    linked = resolved(origin, match[1])
+    if not (ROOT / linked).is_file():
+        return match[0]
+    return posixpath.relpath(target_of(linked), posixpath.dirname(target) or ".") + match[2]
+
+
+def target_of(path: str) -> str:
+    """Returns the page, or the picture, of a file of the repository."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if Path(path).suffix in (".png", ".svg"):
+        return path
+    return PAGES.get(path, f"files/{path}.md")
+
+
+def resolved(origin: str, path: str) -> str:
+    """Returns the path in the repository of what the file `origin` calls `path`."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(origin), path))
+
+
+def outside_code(markdown: str) -> str:
+    """Returns a text without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", markdown, flags=re.DOTALL | re.MULTILINE)
+
+
+def shown(path: str) -> str:
+    """Returns the page that shows a file of source."""
+    language = {".py": "python", ".sh": "bash", ".toml": "toml", ".c": "c"}.get(Path(path).suffix, "text")
+    return f"---\nsearch:\n  exclude: true\n---\n# {path}\n\n`````{language}\n{(ROOT / path).read_text()}`````\n"
