@@ -4,7 +4,7 @@ import ast
 import functools
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,3 +166,14 @@ def _defines(node: ast.stmt) -> list[str]:
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def strange_messages(page: str, sources: Iterable[Path]) -> list[str]:
+    """Returns the messages that a page of troubleshooting quotes, and that stand in no file of the sources.
+
+    They are the code in the first column of its tables, `…` standing for what differs.
+    """
+    texts = "\n".join(path.read_text() for path in sources)
+    joined = re.sub(r'(?<!\\)["\']\s*\n\s*f?["\']', "", texts)  # one message on several lines
+    quoted = [code for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for code in re.findall(r"`([^`]+)`", row)]
+    return [code for code in quoted if not all(part.strip() in joined for part in code.split("…"))]

@@ -11,9 +11,10 @@ from tests.laws.site import (
     pages_in_nav,
     public_names,
     rooms,
+    strange_messages,
     unlisted,
 )
-from tests.laws.tree import ROOT, parsed
+from tests.laws.tree import ROOT, SRC, parsed
 
 DOCS = ROOT / "docs"
 OUTSIDE = pages_from_outside((DOCS / "site" / "hooks.py").read_text())
@@ -35,6 +36,11 @@ def test_no_link_is_dead() -> None:
 
 def test_every_public_name_is_documented_and_on_the_reference() -> None:
     assert unlisted(DOCS / "reference") == []
+
+
+def test_every_message_of_troubleshooting_is_one_of_ours() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    assert strange_messages(page, [ROOT / "hatch_build.py", *SRC.rglob("*.py")]) == []
 
 
 def test_the_rooms_are_those_that_users_import() -> None:
@@ -106,6 +112,18 @@ def test_a_name_that_is_not_documented_is_found(plant: Callable[[dict[str, str]]
         "braidax.gone: no such name",
         "braidax.data.SIZE: listed twice",
     ]
+
+
+def test_a_message_that_nobody_raises_is_found(plant: Callable[[dict[str, str]], Path]) -> None:
+    raised = """
+        raise ArgumentError(
+            f"{size=} is odd; "
+            f"expected {one}, "
+            "or two"
+        )
+        """
+    page = "| you see | why |\n| --- | --- |\n| `is odd; expected …, or two`, `or three` | `other` |\n"
+    assert strange_messages(page, [plant({"a.py": raised}) / "a.py"]) == ["or three"]
 
 
 def test_what_a_module_shows_is_what_it_lists_or_defines() -> None:
