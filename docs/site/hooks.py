@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docstrings import ENTRIES
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -20,6 +21,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
+CODE = re.compile(r"(?<![`\[\w])`(?:bx|braidax)\.([A-Za-z_.]+)(?:\([^`]*\))?`(?![`\]])")
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)((?:#[^)\s]*)?)(?=\))")
 
 
@@ -45,12 +47,27 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     target = page.file.src_uri
     origin = next((origin for origin, included in PAGES.items() if included == target), f"docs/{target}")
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
+    seen: set[str] = set()
     for number, part in enumerate(parts):
         if number % 2:
             parts[number] = part.replace("```python no-run", "```python", 1)
         else:
-            parts[number] = LINK.sub(lambda match: linked_from(origin, target, match), part)
+            part = LINK.sub(lambda match: linked_from(origin, target, match), part)
+            parts[number] = "".join(with_entries(line, seen) for line in part.splitlines(keepends=True))
     return "".join(parts)
+
+
+def with_entries(line: str, seen: set[str]) -> str:
+    """Returns a line in which a name leads to the reference, where the page has it for the first time."""
+
+    def linked(match: re.Match[str]) -> str:
+        name = f"braidax.{match[1]}"
+        if name not in ENTRIES or name in seen:
+            return match[0]
+        seen.add(name)
+        return f"[{match[0]}][{name}]"
+
+    return line if line.startswith("#") else CODE.sub(linked, line)
 
 
 def linked_from(origin: str, target: str, match: re.Match[str]) -> str:

@@ -1,5 +1,7 @@
 """The site: every page is reached, every link leads somewhere, every public name is documented; nothing is built."""
 
+import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +43,12 @@ def test_every_public_name_is_documented_and_on_the_reference() -> None:
 def test_every_message_of_troubleshooting_is_one_of_ours() -> None:
     page = (DOCS / "troubleshooting.md").read_text()
     assert strange_messages(page, [ROOT / "hatch_build.py", *SRC.rglob("*.py")]) == []
+
+
+def test_every_extra_is_on_the_page_of_the_installation() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| (`[^|]+) \|", (DOCS / "install.md").read_text(), re.MULTILINE)
+    assert sorted(re.findall(r"`([^`]+)`", " ".join(rows))) == sorted(extras)
 
 
 def test_the_rooms_are_those_that_users_import() -> None:

@@ -1,0 +1,50 @@
+"""The tutorial: its two files and its commands, one after the other, in an empty folder; stopped, and gone on with."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.laws.pages import blocks
+from tests.laws.tree import ROOT
+
+
+def python(folder: Path, *arguments: str) -> str:
+    """Runs Python in a folder, and returns what it wrote."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=True).stdout
+
+
+@pytest.mark.slow
+def test_the_tutorial_trains_stops_and_goes_on(tmp_path: Path) -> None:
+    make, train = (code for _, code, _ in blocks((ROOT / "docs" / "tutorial.md").read_text())[:2])
+    (tmp_path / "make.py").write_text(make)
+    (tmp_path / "train.py").write_text(train)
+    python(tmp_path, "make.py")
+    assert "8,000" in python(tmp_path, "-m", "braidax", "inspect", "train.npz")
+    assert "step 250/250" in python(tmp_path, "train.py")
+
+    command = [sys.executable, "-u", "train.py", "1000"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "going on after step 250\n"
+        assert any(line.startswith("epoch 3 done") for line in run.stdout)
+        run.send_signal(signal.SIGINT)
+        run.stdout.read()
+    assert run.returncode == -signal.SIGINT
+
+    stopped = steps_done(tmp_path)
+    epochs = stopped // 125 + 1
+    launch = ("-m", "braidax", "launch", "--processes", "2", "train.py", str(epochs))
+    assert f"going on after step {stopped}\n" in python(tmp_path, *launch)
+    assert steps_done(tmp_path) == epochs * 125
+    assert "verified" in python(tmp_path, "-m", "braidax", "inspect", "runs/first")
+
+
+def steps_done(folder: Path) -> int:
+    """Returns the number of the last step in the metrics."""
+    lines = [json.loads(line) for line in (folder / "runs/first/metrics.jsonl").read_text().splitlines()]
+    return max(line["step"] for line in lines)
