@@ -45,6 +45,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Turns what GitHub shows into what the site shows."""
     target = page.file.src_uri
+    if target.startswith("files/"):
+        return markdown
     origin = next((origin for origin, included in PAGES.items() if included == target), f"docs/{target}")
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
     seen: set[str] = set()
