@@ -21,6 +21,12 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
+BOOST = {
+    "reference/braidax.md": 2.0,
+    "benchmarks.md": 0.3,
+    "changelog.md": 0.3,
+    "design.md": 0.3,
+}  # what is found first
 CODE = re.compile(r"(?<![`\[\w])`(?:bx|braidax)\.([A-Za-z_.]+)(?:\([^`]*\))?`(?![`\]])")
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)((?:#[^)\s]*)?)(?=\))")
 
@@ -47,6 +53,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     target = page.file.src_uri
     if target.startswith("files/"):
         return markdown
+    page.meta.setdefault("search", {})["boost"] = BOOST.get(target, 1.0)
     origin = next((origin for origin, included in PAGES.items() if included == target), f"docs/{target}")
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
     seen: set[str] = set()
