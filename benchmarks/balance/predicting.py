@@ -6,8 +6,8 @@ from benchmarks.harness import Report
 from braidax.parallel import Link
 from braidax.tune import Cluster
 from braidax.tune.search.candidates import candidates
-from braidax.tune.search.predicting import Workload
 from braidax.tune.search.ranking import rank
+from braidax.tune.search.workload import Workload
 
 PLANS = "plans: candidates for 4,096 devices"
 _AXES = ("pod", "replica", "data", "model")

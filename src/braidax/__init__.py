@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from braidax.report import Report
     from braidax.spans import Trace
+    from braidax.tune import plan
 
 __version__ = "0.1.0"
 
@@ -58,6 +59,7 @@ __all__ = [
     "open",
     "parallel",
     "parallelize",
+    "plan",
     "prefetch_to_device",
     "tune",
     "value_and_grad",
@@ -85,6 +87,7 @@ _HOMES = {
     ),
     "braidax.report": ("Report",),
     "braidax.spans": ("Trace",),
+    "braidax.tune": ("plan",),
 }
 
 

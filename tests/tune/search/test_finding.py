@@ -10,6 +10,11 @@ import braidax as bx
 from braidax.errors import ArgumentError
 from braidax.parallel import Link, parallelize
 from braidax.tune import Cluster, Found, plan
+from braidax.tune.search import finding
+from braidax.tune.search.candidates import candidates
+from braidax.tune.search.ranking import rank
+from braidax.tune.search.roles import HYBRID, ONE_EACH
+from braidax.tune.search.workload import workload
 from tests.parallel.dense.models import MODELS
 from tests.parallel.models import specs
 
@@ -41,10 +46,29 @@ def test_it_prints_a_table(found: Found) -> None:
     assert sum("wins" in line for line in lines) == 1
 
 
+def test_stages_and_rows_are_candidates_of_a_loss_that_has_a_use_for_them() -> None:
+    model, optimizer = MODELS["dlrm"], optax.sgd(1e-3)
+    given = {"init": model.init, "batch": specs(model.batch(0))}
+    work = workload(finding._alone(model.loss, optimizer, given, 1), model.loss, optimizer, given)  # pyright: ignore[reportPrivateUsage]
+    assert work.offered.most_stages > 2
+    assert work.table_bytes > work.row_bytes > 0
+    cluster = Cluster(2, 1e9, Link(1e8, 1e-5), memory_bytes=1 << 30)
+    ranked = rank(candidates(2, 16, offered=work.offered), work, cluster)
+    for role in (HYBRID, ONE_EACH):
+        at = next(at for at in ranked.order if role in ranked.many.kinds[at])
+        on = cluster, jax.devices()[:2]
+        tried = finding._compiled(model.loss, optimizer, given, ranked, at, on)  # pyright: ignore[reportPrivateUsage]
+        assert tried.fits, tried.why
+        assert tried.step is not None
+        assert (tried.step.plan.pipeline is not None) == (role == ONE_EACH)
+        assert ranked.predicted.memory_bytes[at] / 3 < (tried.memory_bytes or 0) < 3 * ranked.predicted.memory_bytes[at]
+
+
 def test_devices_that_are_not_here_are_not_compiled() -> None:
     far = plan(MODEL.loss, optax.adam(1e-3), cluster=FAR, **GIVEN)
     assert (far.tried, far.plan) == ((), None)
     assert bx.tune.Cluster is Cluster
+    assert bx.plan is plan
 
 
 def test_limits_that_cannot_be_met_name_the_nearest() -> None:

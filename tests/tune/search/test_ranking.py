@@ -7,10 +7,24 @@ import pytest
 
 from braidax.errors import ArgumentError
 from braidax.parallel import Link
-from braidax.tune.search.candidates import DATA, FULLY_SHARDED, ROTATED, TENSOR, UNUSED, Candidates, candidates
+from braidax.tune.search.candidates import Candidates, candidates
 from braidax.tune.search.cluster import Cluster
-from braidax.tune.search.predicting import Workload, predict
+from braidax.tune.search.predicting import predict
 from braidax.tune.search.ranking import rank
+from braidax.tune.search.roles import (
+    DATA,
+    FULLY_SHARDED,
+    HALVED,
+    HYBRID,
+    INTERLEAVED,
+    ONE_EACH,
+    ROTATED,
+    STAGES,
+    TENSOR,
+    UNUSED,
+    Offered,
+)
+from braidax.tune.search.workload import Workload
 
 WORK = Workload(flops=8e9, variable_bytes=800, state_bytes=1600, activation_bytes=6400, summed_bytes=320)
 LINK = Link(100.0, 0.5, 0.0)
@@ -36,6 +50,47 @@ def test_a_case_by_hand(
 ) -> None:
     found = predict(one(sizes, kinds, microbatches), WORK, Cluster(math.prod(sizes), 1e9, LINK))
     assert [column[0] for column in found] == pytest.approx([seconds, memory, sent])
+
+
+TABLES = WORK._replace(table_bytes=400, row_bytes=40)
+STAGED = WORK._replace(cut_bytes=160, most_stages=8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds", "microbatches", "seconds", "memory", "sent"),
+    [
+        # half of the variables all-reduced, of the other half rows of 10 bytes a device there and back
+        ((4, 1), (HYBRID, UNUSED), 1, 2 + (600 + 15) / 100 + 2, 1600 + 300 + 1600, 615),
+        ((2, 2), (HYBRID, TENSOR), 1, 2 + 2.2 + 2 + 0.8 + 2, 800 + 600 + 1600, 220 + 80),
+        # five microbatches' time for two of them; twice 80 bytes over each of three borders, there and back
+        ((4, 1), (ONE_EACH, UNUSED), 2, 2 * 5 / 2 + 2 * 3 * (0.8 + 0.5), 800 + 3200 / 4 * 2, 2 * 160 * 3 / 4),
+        ((4, 1), (HALVED, UNUSED), 8, 2 * 9 / 8 + 8 * 2 * 0.5 + 2.4, 800 + 800, 240),
+        ((4, 1), (INTERLEAVED, UNUSED), 4, 2 * 5.5 / 4 + 4 * 4 * 0.5 + 5.6, 800 + 400 * 4, 2 * 160 * 7 / 4),
+        ((2, 2), (ONE_EACH, DATA), 2, 2 * 3 / 2 + 2 * 2 * 0.5 + 0.8 + 4 + 1, 1600 + 800 * 2, 80 + 400),
+    ],
+)
+def test_tables_by_rows_and_stages_by_hand(
+    sizes: tuple[int, ...], kinds: tuple[int, ...], microbatches: int, seconds: float, memory: float, sent: float
+) -> None:
+    work = TABLES if HYBRID in kinds else STAGED
+    found = predict(one(sizes, kinds, microbatches), work, Cluster(math.prod(sizes), 1e9, LINK))
+    assert [column[0] for column in found] == pytest.approx([seconds, memory, sent])
+
+
+def test_roles_that_a_loss_has_no_use_for_are_not_offered() -> None:
+    assert not np.isin(candidates(8, 64).kinds, (HYBRID, *STAGES)).any()
+    many = candidates(8, 64, offered=Offered(tables=True, most_stages=4))
+    kinds, sizes, pieces = many.kinds, many.sizes, many.microbatches
+    is_stage = np.isin(kinds, STAGES)
+    assert {*sizes[is_stage].tolist()} == {2, 4}
+    assert {*sizes[kinds == INTERLEAVED].tolist()} == {2}  # of two stages each
+    assert (is_stage.sum(1) <= 1).all()
+    assert ((kinds == HYBRID).sum(1) <= 1).all()
+    assert not ((kinds == HYBRID).any(1) & (kinds == DATA).any(1)).any()
+    assert (pieces[is_stage.any(1)] > 1).all()
+    interleaved = (kinds == INTERLEAVED).any(1)
+    assert (pieces[interleaved] % np.where(kinds == INTERLEAVED, sizes, 1).prod(1)[interleaved] == 0).all()
+    assert many.strategies(int(np.flatnonzero((kinds == HYBRID).any(1))[0]))
 
 
 def test_axes_that_leave_a_host_have_the_slower_link() -> None:

@@ -7,23 +7,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from braidax.errors import ArgumentError
-from braidax.parallel import DataParallel, FullySharded, RotatedTensorParallel, Strategy, TensorParallel
+from braidax.parallel import DataParallel, Strategy
+
+from .roles import ROLES, STAGES, TENSOR, UNUSED, Offered, is_one_to_try, takes
 
 AXES = ("data", "model", "inner")
 """The axes of a mesh, the outermost first."""
-
-NAMES = ("data", "fully_sharded", "rotated", "tensor")
-"""What an axis may be for; a candidate holds places in this."""
-
-DATA, FULLY_SHARDED, ROTATED, TENSOR = range(4)
-UNUSED = -1
-_MAKE = (DataParallel, FullySharded, RotatedTensorParallel, TensorParallel)
 
 
 class Candidates(NamedTuple):
     """Many candidates, one a row.
 
-    **Fields:** `sizes`: int `[n, axes]`. `kinds`: int `[n, axes]`, places in `NAMES`, -1 for an axis of one device.
+    **Fields:** `sizes`: int `[n, axes]`. `kinds`: int `[n, axes]`, places in `ROLES`, -1 for an axis of one device.
     `microbatches`: int `[n]`. `axes`: their names.
     """
 
@@ -40,7 +35,7 @@ class Candidates(NamedTuple):
     def strategies(self, at: int) -> dict[str, Strategy]:
         """Returns what each of these is for."""
         kinds = zip(self.axes, self.kinds[at], strict=True)
-        found: dict[str, Strategy] = {name: _MAKE[int(kind)]() for name, kind in kinds if kind != UNUSED}
+        found: dict[str, Strategy] = {name: ROLES[int(kind)].make() for name, kind in kinds if kind != UNUSED}
         return found or {"data": DataParallel()}
 
 
@@ -52,30 +47,36 @@ def factorizations(count: int, num_axes: int) -> list[tuple[int, ...]]:
     return [(size, *rest) for size in divisors for rest in factorizations(count // size, num_axes - 1)]
 
 
-def candidates(devices: int, batch_size: int, axes: Sequence[str] = AXES) -> Candidates:
+def candidates(
+    devices: int, batch_size: int, axes: Sequence[str] = AXES, *, offered: Offered | None = None
+) -> Candidates:
     """Returns every candidate that divides a batch evenly.
 
-    One axis at most is a ring, and one at most tensor parallel; microbatches are powers of two.
+    Which roles axes may have beside one another is `is_one_to_try`; microbatches are powers of two.
+
+    **Arguments:** `offered`: which roles the loss has a use for; None: those that any has.
 
     **Raises:** `ArgumentError` for no devices, and no samples.
     """
     for name, value in (("devices", devices), ("batch_size", batch_size)):
         if value < 1:
             raise ArgumentError(f"{name}={value}: expected a whole number of at least 1")
+    offered = Offered() if offered is None else offered
     sizes, kinds, pieces = list[tuple[int, ...]](), list[tuple[int, ...]](), list[int]()
     for mesh in factorizations(devices, len(axes)):
         if any(one == 1 < two for one, two in itertools.pairwise(mesh)):
             continue  # the same, by other names
-        for roles in itertools.product(*(range(4) if size > 1 else (UNUSED,) for size in mesh)):
-            if roles.count(ROTATED) > 1 or roles.count(TENSOR) > 1:
+        for roles in itertools.product(*(range(len(ROLES)) if size > 1 else (UNUSED,) for size in mesh)):
+            if not is_one_to_try(mesh, roles, offered):
                 continue
             parts = 1
             for size, role in zip(mesh, roles, strict=True):
-                parts *= 1 if role == TENSOR else size
+                parts *= 1 if role == TENSOR or role in STAGES else size
             microbatches = 1
             while batch_size % (parts * microbatches) == 0:
-                sizes.append(mesh)
-                kinds.append(roles)
-                pieces.append(microbatches)
+                if takes(mesh, roles, microbatches):
+                    sizes.append(mesh)
+                    kinds.append(roles)
+                    pieces.append(microbatches)
                 microbatches *= 2
     return Candidates(np.array(sizes), np.array(kinds), np.array(pieces), tuple(axes))

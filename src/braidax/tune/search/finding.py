@@ -11,21 +11,19 @@ import numpy as np
 import optax
 
 from braidax.errors import ArgumentError, SpecError
-from braidax.parallel import DataParallel, Plan, Step, Strategy, measure_machine, parallelize
-from braidax.parallel.given.initial import trace_init, traced_loss
-from braidax.parallel.given.loss import Loss
-from braidax.parallel.plan.costs.between import between_of
+from braidax.parallel import DataParallel, PipelinedStep, Plan, Step, Strategy, measure_machine, parallelize
 from braidax.parallel.plan.costs.machine import in_time, scaled
+from braidax.parallel.plan.planned.stages import PlannedPipeline
 from braidax.parallel.plan.text import table
-from braidax.parallel.rows.read_rows import ReadRows
-from braidax.program import cost_of, specs_of
+from braidax.program import specs_of
 from braidax.tune.control.comparing import compare
 
 from .candidates import candidates
 from .cluster import Cluster
-from .predicting import Workload
 from .ranking import Ranked, rank
+from .workload import Workload, workload
 
+AnyStep = Step | PipelinedStep
 _SHOWN, _WARM, _ROUNDS = 10, 2, 8
 
 
@@ -34,11 +32,12 @@ class Tried:
     """A candidate that was compiled here.
 
     **Fields:** `at`: its place. `step`; None where it cannot be built, and `why` says why. `memory_bytes`: of a device,
-    by the compiler. `fits`: whether that is in the limit. `taken`: seconds of the steps that were run.
+    by the compiler, and with stages by their plan. `fits`: whether that is in the limit. `taken`: seconds of the steps
+    that were run.
     """
 
     at: int
-    step: Step | None
+    step: AnyStep | None
     memory_bytes: int | None = None
     fits: bool = False
     taken: tuple[float, ...] = ()
@@ -119,8 +118,9 @@ def plan(
 ) -> Found:
     """Searches for the mesh and the strategies with which a loss trains fastest.
 
-    All meshes × strategies × microbatches are priced by a model. Where the devices are here, the best are compiled,
-    which says their memory exactly, and those that fit are run, in turns.
+    All meshes × strategies × microbatches are priced by a model, with rows of tables and stages where the loss has a
+    use for them. Where the devices are here, the best are compiled, which says their memory exactly, and those that fit
+    are run, in turns.
 
     **Arguments:** `loss_fn`, `optimizer`, `init`, `batch`: as of `parallelize`. `cluster`: devices that need not be
     here, of which nothing is run; None: those that are, which are measured. `memory_bytes`: of a device, at most.
@@ -145,7 +145,7 @@ def plan(
         cluster = _here(alone, _alone(loss_fn, optimizer, given, pieces), pieces, work, given["batch"], used)
     if memory_bytes is not None:
         cluster = replace(cluster, memory_bytes=memory_bytes)
-    ranked = rank(candidates(cluster.devices, num_samples), work, cluster)
+    ranked = rank(candidates(cluster.devices, num_samples, offered=work.offered), work, cluster)
     if not is_here:
         return Found(ranked, (), ranked.order[0])
     tried: list[Tried] = []
@@ -166,27 +166,6 @@ def _alone(
 ) -> Step:
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     return parallelize(loss_fn, optimizer, mesh, {"data": DataParallel()}, microbatches=pieces, **given)
-
-
-def workload(
-    alone: Step, loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation, given: dict[str, Any]
-) -> Workload:
-    """Traces a loss and compiles its gradients for one device, and returns them in numbers.
-
-    A backward pass has twice the operations of the forward pass.
-
-    **Arguments:** `alone`: the step of one device. `given`: `init` and `batch` of `parallelize`.
-    """
-    born = trace_init(given["init"], Loss(loss_fn))
-    program = traced_loss(Loss(loss_fn), born.out_specs, given["batch"], 1, alone.mesh)
-    model = ReadRows(program, optimizer, {}, 1, frozenset()).model(1, ())
-    summed = 2 * sum(between_of(model, root).summed for root in model.dims.groups)
-    flops = 3 * cost_of(program.closed.jaxpr).flops
-    own = sum(one.num_bytes for one in alone.plan.variables)
-    state = sum(one.costs.state_bytes or 0 for one in alone.plan.variables)
-    frozen = sum(one.num_bytes for one in alone.plan.variables if one.frozen)
-    activations = max(0, alone.compile_for("here").peak_bytes - 2 * own + frozen - state)
-    return Workload(flops, own, state, activations, summed, max(1, len(alone.plan.variables)), frozen)
 
 
 def _here(alone: Step, cut: Step, pieces: int, work: Workload, batch: Any, devices: Sequence[Any]) -> Cluster:
@@ -213,11 +192,18 @@ def _compiled(
     try:
         pieces = int(ranked.many.microbatches[at])
         step = parallelize(loss_fn, optimizer, mesh, strategies, microbatches=pieces, **given)
-        peak = step.compile_for("here").peak_bytes
+        pipeline = step.plan.pipeline  # whose step is a `PipelinedStep`
+        peak = step.compile_for("here").peak_bytes if pipeline is None else _held(pipeline)
     except (ArgumentError, SpecError) as error:
         return Tried(at, None, why=f"refused: {error}")
     fits = cluster.memory_bytes is None or peak <= cluster.memory_bytes
     return Tried(at, step, peak, fits, why="" if fits else "too large when compiled")
+
+
+def _held(planned: PlannedPipeline) -> int:
+    """Returns the bytes that the fullest device of a pipeline holds."""
+    peaks = enumerate(planned.schedule.peak_bytes)
+    return max(peak + sum(one.costs.held_bytes for one in planned.stages if one.device == at) for at, peak in peaks)
 
 
 def _timed(ready: Sequence[Tried], batch: Any) -> list[Tried]:
@@ -227,7 +213,7 @@ def _timed(ready: Sequence[Tried], batch: Any) -> list[Tried]:
     return sorted(timed, key=lambda one: one.seconds or 0.0)
 
 
-def _seconds(steps: Sequence[Step], batch: Any) -> list[list[float]]:
+def _seconds(steps: Sequence[AnyStep], batch: Any) -> list[list[float]]:
     """Runs steps in turns on a batch of zeros. **Returns:** the seconds of each."""
     zeros = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), batch)
     states = [step.init(jax.random.key(0)) for step in steps]

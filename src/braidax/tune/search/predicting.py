@@ -4,25 +4,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .candidates import FULLY_SHARDED, ROTATED, TENSOR, Candidates
+from .candidates import Candidates
 from .cluster import Cluster
-
-
-class Workload(NamedTuple):
-    """A traced program in a few numbers, of the whole batch on one device.
-
-    **Fields:** `flops`: of a step, forward and backward. `variable_bytes`, `state_bytes`: of variables, and of what the
-    optimizer keeps. `activation_bytes`: at the peak. `summed_bytes`: of what tensor parallel products sum, forward and
-    backward. `num_messages`: variables that are taken in a run of the loss. `frozen_bytes`: of those with no gradient.
-    """
-
-    flops: float
-    variable_bytes: float
-    state_bytes: float
-    activation_bytes: float
-    summed_bytes: float = 0.0
-    num_messages: int = 1
-    frozen_bytes: float = 0.0
+from .roles import FULLY_SHARDED, HALVED, HYBRID, INTERLEAVED, ROTATED, STAGES, TENSOR
+from .workload import Workload
 
 
 class Predicted(NamedTuple):
@@ -39,40 +24,95 @@ def predict(many: Candidates, work: Workload, cluster: Cluster) -> Predicted:
     Seconds are those of products (`flops / devices`, at the cluster's rate), of messages that these do not hide, and
     what each microbatch takes besides. Along an axis of `N`, with `B` bytes of a variable where it is used: an
     all-reduce sends `2 B (N - 1) / N`; what is gathered, or goes around a ring, three times `B (N - 1) / N` in each
-    microbatch (ZeRO, arXiv 1910.02054, section 7); tensor parallel products sum their results. An axis whose devices
-    do not all lie in one host has the link between hosts; the last axis is the innermost.
+    microbatch (ZeRO, arXiv 1910.02054, section 7); tensor parallel products sum their results; rows of tables go there
+    and back, once forward and once as gradients (Parallax, EuroSys 2019, section 3). `P` stages compute a batch of `m`
+    microbatches in the time of `m + P - 1` of them, of which interleaving two stages a device spares half of what comes
+    on top (Narayanan et al., SC 2021, section 2.2), and gradients of weights that wait two thirds (Qi et al., ICLR
+    2024, table 1). An axis whose devices do not all lie in one host has the link between hosts; the last axis is the
+    innermost.
     """
-    sizes = many.sizes.astype(float)
-    tensor = np.where(many.kinds == TENSOR, sizes, 1).prod(1)
-    moving = (many.kinds == FULLY_SHARDED) | (many.kinds == ROTATED)
-    moved = np.where(moving, sizes, 1).prod(1)
-    parts = sizes.prod(1) / tensor
-    used = work.variable_bytes / tensor
-    again = np.where(moved > 1, many.microbatches, 1)
-    computing = work.flops / sizes.prod(1) / cluster.flops_per_second
-    sent, exposed = np.zeros(len(sizes)), np.zeros(len(sizes))
-    inner = np.ones(len(sizes))
+    laid, fill = _laid_out(many, work), _bubble(many)
+    computing = work.flops / laid.sizes.prod(1) / cluster.flops_per_second
+    sent, exposed, inner = np.zeros(len(laid.sizes)), np.zeros(len(laid.sizes)), np.ones(len(laid.sizes))
     per_host = cluster.devices_per_host or cluster.devices
-    gradients = 1 - work.frozen_bytes / work.variable_bytes if work.variable_bytes else 0.0
     for axis in reversed(range(len(many.axes))):
-        size, kind = sizes[:, axis], many.kinds[:, axis]
-        others = (size - 1) / size
-        whole = 2 * gradients * used / moved * others * again
-        taken = (2 + gradients) * used * others * many.microbatches
-        summed = work.summed_bytes / parts * others
-        is_moving = moving[:, axis]
-        here = np.select([kind == TENSOR, is_moving, size > 1], [summed, taken, whole], 0.0)
-        count = np.select([kind == TENSOR, is_moving], [4.0, 3.0 * work.num_messages], 2.0)
-        count = np.where(size > 1, count * np.where(is_moving | (kind == TENSOR), many.microbatches, again), 0.0)
-        count = np.where(kind == ROTATED, count * (size - 1), count)
-        link = cluster.inside, cluster.between or cluster.inside
-        far = inner * size > per_host
+        size, kind = laid.sizes[:, axis], many.kinds[:, axis]
+        here, count = _sent(many, work, laid, axis)
+        link, far = (cluster.inside, cluster.between or cluster.inside), inner * size > per_host
         rate = np.where(far, link[1].bytes_per_second, link[0].bytes_per_second)
-        seconds = here / rate + count * np.where(far, link[1].latency_seconds, link[0].latency_seconds)
+        latency = np.where(far, link[1].latency_seconds, link[0].latency_seconds)
         hidden = np.where(far, link[1].hidden, link[0].hidden) * (kind != TENSOR)
-        exposed += seconds - hidden * np.minimum(seconds, computing)
+        seconds = here / rate + count * latency
+        one_way = work.cut_bytes / laid.parts / many.microbatches / rate + latency
+        waits = np.where(np.isin(kind, STAGES), 2 * (size - 1) * one_way, 0.0)  # the first one, and the last one back
+        exposed += np.maximum(waits, seconds - hidden * np.minimum(seconds, computing))
         sent += here
         inner = inner * size
-    kept = (work.variable_bytes * (1 + gradients) + work.state_bytes) / tensor / moved
-    memory = kept + work.activation_bytes / parts / tensor / many.microbatches
-    return Predicted(computing + exposed + cluster.step_seconds * many.microbatches, memory, sent)
+    longer = (many.microbatches + fill) / many.microbatches
+    seconds = computing * longer + exposed + cluster.step_seconds * (many.microbatches + fill)
+    return Predicted(seconds, _memory(many, work, laid), sent)
+
+
+class _Laid(NamedTuple):
+    """How candidates divide variables. **Fields:** of each the `sizes` of its axes; among how many `parts` samples are
+    divided, and variables by products (`tensor`), by rings and gathering (`moved`), by rows, by stages; bytes of
+    `tables` by rows, and the part `gradients` of all others that have one."""
+
+    sizes: Any
+    parts: Any
+    tensor: Any
+    moved: Any
+    by_rows: Any
+    stages: Any
+    tables: Any
+    gradients: float
+
+
+def _laid_out(many: Candidates, work: Workload) -> _Laid:
+    sizes, kinds = many.sizes.astype(float), many.kinds
+    roles = kinds == TENSOR, (kinds == FULLY_SHARDED) | (kinds == ROTATED), kinds == HYBRID, np.isin(kinds, STAGES)
+    tensor, moved, by_rows, stages = (np.where(one, sizes, 1).prod(1) for one in roles)
+    gradients = 1 - work.frozen_bytes / work.variable_bytes if work.variable_bytes else 0.0
+    tables, parts = np.where(by_rows > 1, work.table_bytes, 0.0), sizes.prod(1) / tensor / stages
+    return _Laid(sizes, parts, tensor, moved, by_rows, stages, tables, gradients)
+
+
+def _sent(many: Candidates, work: Workload, laid: _Laid, axis: int) -> tuple[Any, Any]:
+    """Returns the bytes that a device sends along an axis, and in how many messages."""
+    size, kind, pieces = laid.sizes[:, axis], many.kinds[:, axis], many.microbatches
+    is_moving, is_cut = (kind == FULLY_SHARDED) | (kind == ROTATED), np.isin(kind, STAGES)
+    others, chunks = (size - 1) / size, np.where(kind == INTERLEAVED, 2, 1)
+    used = (work.variable_bytes - laid.tables) / laid.tensor / laid.stages
+    again = np.where(laid.moved > 1, pieces, 1)
+    rows = 2 * work.row_bytes / laid.parts / laid.stages * others * (kind == HYBRID)
+    whole = 2 * laid.gradients * used / laid.moved * others * again + rows
+    taken = (2 + laid.gradients) * used * others * pieces
+    summed = work.summed_bytes / laid.parts / laid.stages * others
+    handed = 2 * work.cut_bytes / laid.parts * (chunks - 1 / size)
+    here = np.select([is_cut, kind == TENSOR, is_moving, size > 1], [handed, summed, taken, whole], 0.0)
+    count = np.select([is_cut, kind == TENSOR, is_moving], [2.0 * chunks, 4.0, 3.0 * work.num_messages], 2.0)
+    count = np.where(size > 1, count * np.where(is_cut | is_moving | (kind == TENSOR), pieces, again), 0.0)
+    return here, np.where(kind == ROTATED, count * (size - 1), np.where(kind == HYBRID, 2 * count, count))
+
+
+def _memory(many: Candidates, work: Workload, laid: _Laid) -> Any:
+    """Returns the bytes that a device holds. Tables by rows have no gradient of their size."""
+    share = laid.tables / work.variable_bytes if work.variable_bytes else 0.0
+    kept = (work.variable_bytes - laid.tables) * (1 + laid.gradients) + work.state_bytes * (1 - share)
+    tables = laid.tables + work.state_bytes * share
+    activations = work.activation_bytes / laid.parts / laid.tensor / many.microbatches
+    of_stage = kept / laid.tensor / laid.moved + tables / laid.by_rows + activations * _in_flight(many, laid.stages)
+    return of_stage / laid.stages
+
+
+def _bubble(many: Candidates) -> Any:
+    """Returns for how many microbatches' time a stage has nothing to do, while others are filled and drained."""
+    stages = np.where(np.isin(many.kinds, STAGES), many.sizes, 1).prod(1)
+    interleaved, halved = ((many.kinds == one).any(1) for one in (INTERLEAVED, HALVED))
+    return (stages - 1) / np.select([interleaved, halved], [2.0, 3.0], 1.0)
+
+
+def _in_flight(many: Candidates, stages: Any) -> Any:
+    """Returns how many microbatches the first stage keeps activations of at once."""
+    ahead = np.where((many.kinds == INTERLEAVED).any(1), stages + (stages - 1) / 2, stages)
+    return np.minimum(many.microbatches, ahead)

@@ -7,9 +7,11 @@ import numpy as np
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.costs.machine import in_time, scaled
 
-from .candidates import NAMES, UNUSED, Candidates
+from .candidates import Candidates
 from .cluster import Cluster
-from .predicting import Predicted, Workload, predict
+from .predicting import Predicted, predict
+from .roles import ROLES, UNUSED
+from .workload import Workload
 
 
 class Ranked(NamedTuple):
@@ -26,7 +28,9 @@ class Ranked(NamedTuple):
     def name(self, at: int) -> str:
         """Returns a candidate as `data=4 fully_sharded, model=2 rotated, microbatches=2`."""
         axes = zip(self.many.axes, self.many.sizes[at], self.many.kinds[at], strict=True)
-        words = [f"{axis}={size} {NAMES[int(kind)]}" for axis, size, kind in axes if kind != UNUSED] or ["one device"]
+        words = [f"{axis}={size} {ROLES[int(kind)].name}" for axis, size, kind in axes if kind != UNUSED] or [
+            "one device"
+        ]
         pieces = int(self.many.microbatches[at])
         return ", ".join([*words, *([f"microbatches={pieces}"] if pieces > 1 else [])])
 
