@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import os
 import sys
 import types
 import typing
@@ -11,6 +13,9 @@ from typing import Any
 import jaxtyping
 from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeDecorHintException
+
+MOST_CALLS = math.inf if os.environ.get("BRAIDAX_TESTS_COMPILE") == "fully" else 50
+"""So many calls of a function are checked in a process. By `make nightly` all are, which takes a tenth more time."""
 
 unreadable: list[str] = []  # functions whose annotations cannot be checked; tests/laws says that there are none
 
@@ -59,6 +64,7 @@ def _jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
 def _switched(function: Callable[..., Any], typechecker: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that is checked, unless jaxtyping's switch is off: the fixture `unchecked`."""
     checks: Callable[..., Any] | None = None
+    calls = 0
 
     def made() -> Callable[..., Any]:
         nonlocal checks
@@ -72,8 +78,10 @@ def _switched(function: Callable[..., Any], typechecker: Callable[..., Any]) -> 
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        if jaxtyping.config.jaxtyping_disable:
+        nonlocal calls
+        if calls >= MOST_CALLS or jaxtyping.config.jaxtyping_disable:
             return function(*args, **options)
+        calls += 1
         return (checks or made())(*args, **options)
 
     if "<locals>" not in function.__qualname__:

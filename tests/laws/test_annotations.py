@@ -1,6 +1,7 @@
 """Annotations: each can be checked at run time, and is, in every test."""
 
 import importlib
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,12 @@ from braidax.data.transforms.images.kernels import resize
 from braidax.errors import import_extra
 from tests import annotations
 from tests.laws.tree import modules
+
+
+@pytest.fixture(autouse=True)
+def every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks what other tests have called often before, too."""
+    monkeypatch.setattr(annotations, "MOST_CALLS", math.inf)
 
 
 def test_every_annotation_can_be_checked() -> None:
@@ -38,6 +45,12 @@ def test_what_is_imported_for_type_checkers_only_is_not_checked_and_the_rest_is(
     assert type(task).__name__ == "Task"
     with pytest.raises(Exception, match="violates type hint"):
         make_task(3, tmp_path / "out", path=None, preset=None, image_size=None)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_was_checked_often_is_not_checked_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(annotations, "MOST_CALLS", 0)
+    with pytest.raises(AttributeError):
+        import_extra(3, "none", purpose="a test")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.usefixtures("unchecked")

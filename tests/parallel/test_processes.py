@@ -22,7 +22,7 @@ from tests.parallel.served_of_two import numbers as served_numbers
         ("one_of_two", (), losses),
         ("hybrid_of_two", ("two axes",), numbers),
         ("served_of_two", ("clipped",), served_numbers),
-        ("served_of_two", ("growing",), served_numbers),
+        pytest.param("served_of_two", ("growing",), served_numbers, marks=pytest.mark.slow),
         pytest.param("served_of_two", ("adam",), served_numbers, marks=pytest.mark.slow),
         pytest.param("hybrid_of_two", ("one axis",), numbers, marks=pytest.mark.slow),
         pytest.param("hybrid_of_two", ("two axes, several widths",), numbers, marks=pytest.mark.slow),

@@ -84,7 +84,7 @@ def test_a_plan_says_what_hops_cost_and_replays_them() -> None:
 
 @pytest.mark.usefixtures("in_slices")
 @pytest.mark.parametrize("num_devices", [2, pytest.param(8, marks=SLOW)])
-@pytest.mark.parametrize("hops", ["ahead", "in place"])
+@pytest.mark.parametrize("hops", ["ahead", pytest.param("in place", marks=SLOW)])
 def test_slices_of_parts_give_the_same(num_devices: int, hops: Any, request: pytest.FixtureRequest) -> None:
     if hops == "ahead":
         request.getfixturevalue("hops_ahead")

@@ -48,6 +48,7 @@ def batch() -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("aot")
 def test_rows_cross_under_the_layers_that_need_none() -> None:
     mesh, strategies = jax.make_mesh((DEVICES,), ("data",)), {"data": bx.Hybrid()}

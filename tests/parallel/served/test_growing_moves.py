@@ -140,7 +140,8 @@ def test_files_go_on_with_deltas(gang: LocalGang, tmp_path: Path) -> None:
     assert kinds == [".base", *[".delta"] * 5]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SLOW) for seed in range(1, 12))])
+@SLOW
+@pytest.mark.parametrize("seed", range(12))
 def test_spare_servers_take_the_place_of_lost_ones(gang: LocalGang, seed: int) -> None:
     """Both servers with parts are lost, one after the other, behind steps that the seed draws."""
     drawn, seen = random.Random(seed), bx.Seen(400, admit_at=2, expire_after=5)

@@ -159,7 +159,8 @@ def test_a_copy_that_fails_is_made_anew(
     assert "what was copied ahead for 4 servers is copied anew: no" in caplog.messages
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SLOW) for seed in range(1, 30))])
+@SLOW
+@pytest.mark.parametrize("seed", range(30))
 def test_a_server_that_is_lost_while_rows_are_copied(seed: int, expected: Any) -> None:
     """With copies, before, during and behind it, whichever it is."""
     found = trained_while_one_is_killed(seed, (2, 4), {5: 4, 6: 3}, begins={2: 4})

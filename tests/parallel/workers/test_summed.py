@@ -184,7 +184,9 @@ def expected_of(both: int) -> Any:
     return jax.tree.map(np.asarray, state.params)
 
 
-@pytest.mark.parametrize(("dies", "both"), [("between", DEADLY + 1), ("within", DEADLY)])
+@pytest.mark.parametrize(
+    ("dies", "both"), [("between", DEADLY + 1), pytest.param("within", DEADLY, marks=pytest.mark.slow)]
+)
 def test_the_gradients_of_a_worker_that_dies_count_on_all_servers_or_on_none(
     gang: LocalGang, dies: str, both: int
 ) -> None:

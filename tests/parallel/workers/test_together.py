@@ -80,7 +80,7 @@ def test_each_optimizer_sums_on_any_number_of_servers(gangs: dict[int, LocalGang
         check_equal(gangs[servers], workers, optimizer, fn)
 
 
-@pytest.mark.parametrize(("workers", "microbatches"), [(1, 2), (2, 3)])
+@pytest.mark.parametrize(("workers", "microbatches"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 3)])
 def test_microbatches_are_those_of_one_device(gang: LocalGang, workers: int, microbatches: int) -> None:
     """Each draws as the microbatch of one device does that has its samples."""
     for fn, optimizer in ((loss, "clipped"), (sampled, "adam")):
