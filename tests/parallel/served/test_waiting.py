@@ -130,6 +130,26 @@ def test_asynchronous_updates_count_once_for_each_who_pushes() -> None:
     assert moved(server) == -1.5
 
 
+@pytest.mark.parametrize("staleness", [None, 0])
+def test_a_copy_goes_on_where_one_has_the_last_push_of_who_is_lost(staleness: int | None) -> None:
+    """Of updates that all take as one none may differ."""
+    servers = [of_two(staleness=None) for _ in range(2)]
+    for server, ranks in zip(servers, [(8,), (8, 9)], strict=True):
+        for rank in ranks:
+            push(server, [2], ONES, 0, rank=rank)
+        server.lose(9)
+    states = [ask(server, "state", {}) for server in servers]
+    copy = of_two(staleness=staleness)
+    if staleness is not None:
+        with pytest.raises(ArgumentError, match=r"servers that have seen \[1, 2\] updates: expected all to have seen"):
+            copy.follow(states)
+        return
+    copy.follow(states)
+    assert push(copy, [2], ONES, 0, rank=8).fields["step"] == 2  # both are known there
+    assert push(copy, [2], ONES, 0, rank=9).fields["step"] == 2
+    assert push(copy, [2], ONES, 1, rank=8).fields["step"] == 3
+
+
 def test_nobody_else_pushes_while_a_server_is_held() -> None:
     server = of_two(staleness=None)
     ask(server, "hold", {}, rank=8)

@@ -355,18 +355,19 @@ class TableServer:
 
     def follow(self, states: Sequence[Message]) -> None:
         """Goes on as others, which have the rows that were copied here, stand. **Arguments:** what they tell as
-        `state`. **Raises:** `ArgumentError` where they have not seen the same updates."""
+        `state`. **Raises:** `ArgumentError` where they have not seen the same updates. Asynchronous ones may differ by
+        what somebody pushed last before it was lost: then the last of them counts."""
         steps = sorted({int(state.fields["step"]) for state in states})
-        if len(steps) != 1:
+        if len(steps) != 1 and self._staleness is not None:
             raise ArgumentError(
                 f"part {self.number} of {self.size} was copied from servers that have seen {steps} updates: expected "
                 f"all to have seen the same, between two updates"
             )
         for name, shard in self.shards.items():
-            follow_state(shard, {at: states[0].arrays[f"{name}/{at}"] for at in state_of(shard)}, steps[0])
+            follow_state(shard, {at: states[0].arrays[f"{name}/{at}"] for at in state_of(shard)}, steps[-1])
             begun = {int(state.fields["begun"][name]) for state in states}
             shard.begun = max(begun) + (len(begun) > 1)  # which of them were put there behind others is not known
-        self._begin(steps[0])
+        self._begin(steps[-1])
         for state in states:
             self._updates.follow(state.fields["next"])
 
