@@ -1,13 +1,13 @@
 """Balance: whether what is said of a step's time is so, and whether what is tuned by it is the best mix.
 
 `attribution`: 20 ms are injected into each lane of a real run, and have to be found there and nowhere else. `adapt`: a
-disk that slows down. `tuning_cost`: a run with a tuner and without. `plans`: how long ranking takes. `tuned`: a mix
-that a few trials find, beside others.
+disk that slows down. `tuning_cost`: a run with a tuner and without. `plans`: how long ranking takes.
+`searched`: what a search predicts, beside what is measured. `tuned`: a mix that a few trials find, beside others.
 """
 
 import jax
 
-from benchmarks.balance import adapting, injecting, predicting, tuned
+from benchmarks.balance import adapting, injecting, predicting, searched, tuned
 from benchmarks.harness import Report, arguments, run, say
 
 CASES = {
@@ -15,6 +15,7 @@ CASES = {
     "adapt": adapting.measure_adapt,
     "tuning_cost": adapting.measure_cost,
     "plans": predicting.measure_plans,
+    "searched": searched.measure_searched,
     "tuned": tuned.measure_tuned,
 }
 
