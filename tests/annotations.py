@@ -68,13 +68,14 @@ def _switched(function: Callable[..., Any], typechecker: Callable[..., Any]) -> 
 
     def made() -> Callable[..., Any]:
         nonlocal checks
-        if checks is None:
+        found = checks
+        if found is None:
             hints = function.__annotations__
             known = dict(hints)
             if any(isinstance(hint, str) for hint in hints.values()):
                 known = {name: hint if _is_known(hint, function) else Any for name, hint in hints.items()}
-            checks = typechecker(function if known == hints else _annotated(function, known))
-        return checks
+            found = checks = typechecker(function if known == hints else _annotated(function, known))
+        return found
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
