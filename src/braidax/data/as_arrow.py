@@ -78,7 +78,7 @@ def as_arrow(
         ) from error
     room.forget(target.path.parent, target.path)  # of an earlier state of the files
     room.made(target.path.stat().st_size)
-    found = open_arrow(target.path)
+    found = open_arrow(target.path, columns=[leaf.name for leaf in table.leaves])
     weakref.finalize(found, room.release)
     return replace(source, source=found) if isinstance(source, Partitioned) else found
 

@@ -16,6 +16,7 @@ from braidax.data.formats.arrays.indexable import IndexableSource
 from braidax.data.formats.image_folder import IMAGE_SUFFIXES
 from braidax.data.formats.readable import ReadableSource
 from braidax.data.formats.records.fields import Columns
+from braidax.data.formats.tables.columns import VALID
 from braidax.data.registry import FILES, FOLDERS, Format, Look, kind_of
 from braidax.data.source import Readable, Source, is_varying, listed
 from braidax.data.storage import Files, Ranges, Remote, open_files
@@ -255,25 +256,43 @@ _TABLES = ("pyarrow", "polars", "pandas")
 
 
 def _columns_of(table: Any) -> dict[str, NDArray[Any]]:
-    """Returns the columns of a table in memory as arrays, each without a missing value."""
+    """Returns the columns of a table in memory as arrays, and a mask of each that has missing values."""
     kind = f"path_or_object: a {type(table).__module__.partition('.')[0]}.{type(table).__name__}"
     names = getattr(table, "column_names", None) or list(getattr(table, "columns", ()))  # pyarrow has both
     if not hasattr(table, "__getitem__") or not all(isinstance(name, str) for name in names) or not names:
         raise ArgumentError(f"{kind}; expected a table of named columns: give a pyarrow.Table or a DataFrame")
     found: dict[str, NDArray[Any]] = {}
     for name in names:
-        column = table[name]
-        missing = column.null_count if hasattr(column, "null_count") else int(column.isna().sum())
-        missing = missing() if callable(missing) else missing
-        array = np.asarray(column.to_numpy())
-        if missing or array.dtype.kind not in "biufc":
-            why = f"{missing} missing value(s)" if missing else f"values of dtype {array.dtype}"
+        array, is_valid = _values_of(table[name])
+        mask = name + VALID
+        if array.dtype.kind not in "biufc":
             raise ArgumentError(
-                f"{kind} whose column {name!r} holds {why}; expected numbers in all rows: leave it out, or write the "
-                "table to a file, .parquet or .arrow, and open that"
+                f"{kind} whose column {name!r} holds values of dtype {array.dtype}; expected numbers: leave it out, or "
+                "write the table to a file, .parquet or .arrow, and open that"
             )
         found[name] = array
+        if is_valid.all():
+            continue
+        if mask in names:
+            raise ArgumentError(
+                f"{kind} whose column {name!r} has missing values, and the leaf that says where, {mask!r}, has the "
+                "name of another column; rename that one"
+            )
+        found[mask] = is_valid
     return found
+
+
+def _values_of(column: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Returns the values of a column, NaN, 0 or False where one is missing, and which are not."""
+    is_null = column.isna() if hasattr(column, "isna") else column.is_null()  # the first one is of pandas
+    is_valid = ~np.asarray(is_null.to_numpy())
+    if is_valid.all():
+        return np.asarray(column.to_numpy()), is_valid
+    drop = next(getattr(column, name) for name in ("dropna", "drop_nulls", "drop_null") if hasattr(column, name))
+    held = np.asarray(drop().to_numpy())
+    array = np.full(len(is_valid), np.nan if held.dtype.kind in "fc" else np.zeros((), held.dtype), held.dtype)
+    array[is_valid] = held
+    return array, is_valid
 
 
 def _transformed(source: Source, image_size: tuple[int, int] | None, transform: Callable[..., Any] | None) -> Source:

@@ -19,14 +19,11 @@ from braidax.data.formats.arrays.npy import MAGIC as NPY_MAGIC
 from braidax.data.formats.arrays.npy import open_npy, open_npz
 from braidax.data.formats.image_folder import has_images, open_image_folder
 from braidax.data.formats.mds.mds import INDEX_NAME, open_mds
-from braidax.data.formats.records.array_record import MAGIC as ARRAY_RECORD_MAGIC
-from braidax.data.formats.records.array_record import open_array_record
 from braidax.data.formats.records.csv import open_csv
 from braidax.data.formats.records.jsonl import open_jsonl
 from braidax.data.formats.records.lines import open_lines
 from braidax.data.formats.records.tar import first_name
 from braidax.data.formats.records.tfrecord import has_tfrecord_header, open_tfrecord
-from braidax.data.formats.records.webdataset import open_webdataset
 from braidax.data.formats.tables.arrow import SUFFIXES as ARROW_SUFFIXES
 from braidax.data.formats.tables.arrow import arrow_files, open_arrow
 from braidax.data.formats.tables.huggingface import is_huggingface
@@ -39,6 +36,7 @@ from braidax.data.storage import Files, Remote
 from braidax.data.storage.inflate import SUFFIXES as COMPRESSED_SUFFIXES
 from braidax.data.storage.inflate import inflated
 
+ARRAY_RECORD_MAGIC = b"\x83\xafp\xd1\r\x88J?"  # of every file of Riegeli, which ArrayRecord is a layer on
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 TOKEN_SUFFIXES = (".bin", ".tokens")
 _SHARD = re.compile(r"(-\d+-of-\d+|\.\d+)$")  # what numbers the shards of a data set, behind their suffix
@@ -136,8 +134,23 @@ def _open_tokens(look: Look, **options: Any) -> Source:
     return open_token_files(held, **options)
 
 
+# What few need is imported when it is opened, and not with `import braidax`.
+
+
+def _open_array_record(files: Files, **options: Any) -> Source:
+    from braidax.data.formats.records.array_record import open_array_record
+
+    return open_array_record(files, **options)
+
+
+def _open_webdataset(files: Files, **options: Any) -> Source:
+    from braidax.data.formats.records.webdataset import open_webdataset
+
+    return open_webdataset(files, **options)
+
+
 def _open_megatron(look: Look, **options: Any) -> Source:
-    from braidax.data.formats.records.megatron import open_megatron  # few need it: not with `import braidax`
+    from braidax.data.formats.records.megatron import open_megatron
 
     return open_megatron(cast("Files", look.files), remote=look.remote, **options)
 
@@ -249,13 +262,13 @@ FILES = (
     Format(
         "ArrayRecord",
         lambda look: look.is_plain and look.head.startswith(ARRAY_RECORD_MAGIC),
-        _by_files(open_array_record),
+        _by_files(_open_array_record),
         _COLUMNS,
         declares=True,
     ),
     Format("TFRecord", lambda look: has_tfrecord_header(look.head), _by_files(open_tfrecord), _COLUMNS, declares=True),
     Format("CIFAR archive (.tar.gz, .tar)", _is_cifar, _by_path(open_cifar_archive), _SPLIT, is_single=True),
-    Format("WebDataset (.tar)", _is_tar, _by_files(open_webdataset), _COLUMNS, declares=True),
+    Format("WebDataset (.tar)", _is_tar, _by_files(_open_webdataset), _COLUMNS, declares=True),
     Format(
         "Megatron indexed tokens (.idx beside .bin)",
         lambda look: look.is_plain and look.head.startswith(MEGATRON_MAGIC),

@@ -235,14 +235,48 @@ def arrow(path: Path) -> Source:
     return sources.open(path / "a.feather")
 
 
+def nulls() -> pa.Table:
+    rows = range(11)
+    return pa.table(
+        {
+            "id": [row if row % 3 else None for row in rows],
+            "x": [row / 2 if row % 4 else None for row in rows],
+            "text": [f"row {row}" if row % 5 else None for row in rows],
+            "ids": [list(range(row)) if row % 6 else None for row in rows],
+            "pair": pa.array([[row, 1] if row % 2 else [None, 1] for row in rows], pa.list_(pa.int8(), 2)),
+        }
+    )
+
+
+def arrow_nulls(path: Path) -> Source:
+    feather.write_feather(nulls().drop_columns(["ids"]), path / "a.feather", compression="uncompressed")
+    return sources.open(path / "a.feather")
+
+
+def parquet_nulls(path: Path) -> Source:
+    pq.write_table(nulls(), path / "a.parquet", row_group_size=3)
+    return sources.open(path / "a.parquet")
+
+
 def hugging_face_folder(path: Path) -> Source:
-    rows = {"x": [float(row) for row in range(11)], "text": [f"row {row}" for row in range(11)]}
+    rows = {"x": [float(row) for row in range(11)], "text": [f"row {row}" if row % 5 else None for row in range(11)]}
     datasets.Dataset.from_dict(rows).save_to_disk(path / "saved")
     return sources.open(path / "saved")
 
 
 IMAGE = ((32, 32, 3), "uint8")
 TEXT = ((), "object")
+NULLS = {
+    name: leaf
+    for column, kind in {
+        "id": ((), "int32"),
+        "x": ((), "float32"),
+        "text": TEXT,
+        "ids": TEXT,
+        "pair": ((2,), "int8"),
+    }.items()
+    for name, leaf in {column: kind, f"{column}.is_valid": ((), "bool")}.items()
+}
 CASES = {
     "npy": Case(npy, 11, {"data": ((3,), "float32")}),
     "npy_wide": Case(npy_wide, 11, {"data": ((2,), "int32")}),
@@ -290,7 +324,11 @@ CASES = {
     "mds": Case(mds, 11, {"n": ((), "int32"), "text": TEXT}),
     "array_record": Case(array_record, 11, {"record": TEXT}),
     "arrow": Case(arrow, 11, {"id": ((), "int32"), "text": TEXT, "ids": TEXT}),
-    "hugging_face_folder": Case(hugging_face_folder, 11, {"x": ((), "float32"), "text": TEXT}),
+    "arrow_nulls": Case(arrow_nulls, 11, {name: leaf for name, leaf in NULLS.items() if "ids" not in name}),
+    "parquet_nulls": Case(parquet_nulls, 11, NULLS),
+    "hugging_face_folder": Case(
+        hugging_face_folder, 11, {"x": ((), "float32"), "text": TEXT, "text.is_valid": ((), "bool")}
+    ),
     "dict_of_arrays": Case(dict_of_arrays, 11, {"x": ((3,), "float32"), "y": ((), "int32")}),
 }
 

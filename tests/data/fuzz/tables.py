@@ -15,6 +15,7 @@ import braidax.data as data
 from tests.data.fuzz.case import Case, Samples, only_file
 
 _NUM_ROWS = 60
+_WRONG = object()  # a value that is damaged, which is never right
 
 
 def _table(*, nulls: bool = False, dictionaries: bool = False) -> pa.Table:
@@ -51,39 +52,74 @@ def _feather(path: Path, table: pa.Table, compression: str) -> None:
 def _samples(table: pa.Table) -> Samples:
     while any(pa.types.is_struct(column.type) for column in table.columns):
         table = table.flatten()
-    return {
-        name: [value for chunk in column.chunks for value in _values(chunk)]
-        for name, column in zip(table.column_names, table.columns, strict=True)
-    }
+    found: dict[str, list[Any]] = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        values = [value for chunk in column.chunks for value in _values(chunk)]
+        is_valid = [value is not None and (not isinstance(value, list) or None not in value) for value in values]
+        empty = _empty(column.type, [value for value in values if isinstance(value, list)])
+        found[name] = [value if valid else empty for value, valid in zip(values, is_valid, strict=True)]
+        found[f"{name}.is_valid"] = is_valid
+    return found
+
+
+def _empty(kind: pa.DataType, lists: list[list[Any]]) -> Any:
+    """Returns what stands in place of null."""
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        lengths = {len(value) for value in lists}
+        return [0] * lengths.pop() if len(lengths) == 1 else []
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if pa.types.is_string(kind) or pa.types.is_large_binary(kind):
+        return "" if pa.types.is_string(kind) else b""
+    return float("nan") if pa.types.is_floating(kind) else 0
 
 
 def _values(chunk: pa.Array) -> list[Any]:
-    """Returns the values of an array if it is valid; else as many times None, as for text that is no UTF-8."""
+    """Returns the values of an array if it is valid; else as many wrong ones, as for text that is no UTF-8."""
     if pa.types.is_dictionary(chunk.type):
         values, indices = _values(chunk.dictionary), _values(chunk.indices)
-        return [values[index] if index is not None and 0 <= index < len(values) else None for index in indices]
+        return [
+            None if index is None else values[index] if index is not _WRONG and 0 <= index < len(values) else _WRONG
+            for index in indices
+        ]
     if pa.types.is_string(chunk.type):
         return [_text(value) for value in _values(chunk.view(pa.binary()))]
     try:
         chunk.validate(full=True)
     except pa.ArrowInvalid:
-        return [None] * len(chunk)
+        return [_WRONG] * len(chunk)
     return chunk.to_pylist()
 
 
-def _text(stored: bytes | None) -> str | None:
+def _text(stored: Any) -> Any:
     try:
-        return None if stored is None else stored.decode()
+        return stored.decode() if isinstance(stored, bytes) else stored
     except UnicodeDecodeError:
-        return None
+        return _WRONG
 
 
 def _read_arrow(folder: Path) -> Samples:
-    return _samples(_whole(only_file(folder)))
+    """Reads batch by batch; from one on that cannot be read, all is wrong."""
+    stored = only_file(folder).read_bytes()
+    batches: list[pa.RecordBatch] = []
+    try:
+        if stored.startswith(b"ARROW1"):
+            file = ipc.open_file(pa.py_buffer(stored))
+            schema = file.schema
+            for number in range(file.num_record_batches):
+                batches.append(file.get_batch(number))
+        else:
+            stream = ipc.open_stream(pa.py_buffer(stored))
+            schema = stream.schema
+            batches.extend(iter(stream))
+    except (pa.ArrowException, OSError):
+        if not batches:
+            raise
+    found = _samples(pa.Table.from_batches(batches, schema))
+    return {name: [*values, *[_WRONG] * (_NUM_ROWS - len(values))] for name, values in found.items()}
 
 
 def _read_parquet(folder: Path) -> Samples:
-    """Reads row group by row group; one that cannot be read has as many records as the footer says, all None."""
+    """Reads row group by row group; one that cannot be read has as many records as the footer says, all wrong."""
     file = pq.ParquetFile(only_file(folder), page_checksum_verification=True)
     found: dict[str, list[Any]] = {}
     for number in range(file.num_row_groups):
@@ -92,7 +128,7 @@ def _read_parquet(folder: Path) -> Samples:
                 values = _samples(file.read_row_group(number, columns=[name]))
             except (pa.ArrowException, OSError):
                 whole = file.schema_arrow.empty_table().select([name])
-                values = {leaf: [None] * file.metadata.row_group(number).num_rows for leaf in _samples(whole)}
+                values = {leaf: [_WRONG] * file.metadata.row_group(number).num_rows for leaf in _samples(whole)}
             for leaf, part in values.items():
                 found.setdefault(leaf, []).extend(part)
     return found

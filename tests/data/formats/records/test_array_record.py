@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from braidax.data.formats.records.array_record import MAGIC, ArrayRecordSource, open_array_record
+from braidax.data.formats.records.array_record import ArrayRecordSource, open_array_record
 from braidax.data.formats.records.fields import sampled_indices
+from braidax.data.registry import ARRAY_RECORD_MAGIC
 from braidax.data.storage import LocalFiles
 from braidax.errors import ArgumentError, FormatError, MissingExtra, RecordError
 from tests.data.formats.reading import read
@@ -45,7 +46,7 @@ def test_records_of_several_files_in_any_order(tmp_path: Path, options: str) -> 
     facts = source.describe()
     assert (facts["format"], facts["samples"]) == ("ArrayRecord", "150")
     assert facts["files"] == "4: 0.array_record, 1.array_record, empty.array_record, 2.array_record"
-    assert all(path.read_bytes().startswith(MAGIC) for path in paths)
+    assert all(path.read_bytes().startswith(ARRAY_RECORD_MAGIC) for path in paths)
 
 
 def example(n: int) -> bytes:

@@ -145,28 +145,8 @@ def test_specs(tmp_path: Path) -> None:
         "struct.q.r": "varying",
         "image": "varying",
         "missing.p": "int32()",
+        "missing.p.is_valid": "bool()",
     }
-
-
-@pytest.mark.parametrize("write", [stream, lz4])
-def test_a_null_is_an_error_of_its_record_only(tmp_path: Path, write: Callable[[Path, pa.Table], Path]) -> None:
-    nulls = {
-        "missing.p": columns()["missing"],
-        "x": pa.array([None if row == 17 else row for row in range(NUM_ROWS)]),
-        "t": pa.array([None if row == 17 else "a" for row in range(NUM_ROWS)]),
-        "pair": pa.array([[1, None if row == 17 else 2] for row in range(NUM_ROWS)], pa.list_(pa.int32(), 2)),
-        "list": pa.array([[1, None if row == 17 else 2] for row in range(NUM_ROWS)]),
-        "ragged": pa.array([[None if row == 17 else 2] * (row % 3) for row in range(NUM_ROWS)]),
-        "none": pa.array([None if row == 17 else [1, 2] for row in range(NUM_ROWS)]),
-    }
-    for name, column in nulls.items():
-        path = write(tmp_path / f"{name}.arrow", pa.table({name.partition(".")[0]: column}))
-        source = open_arrow(path)
-        read(source, [16, 18, 33])
-        with pytest.raises(
-            RecordError, match=rf"{path}, record 17: column '{name}' is null, expected a value in every"
-        ):
-            read(source, [16, 18, 17])
 
 
 def test_dictionaries(tmp_path: Path) -> None:
@@ -471,6 +451,6 @@ def test_a_null_behind_the_first_value(tmp_path: Path) -> None:
     offsets = [np.array(values, np.int32).tobytes() for values in ([0, 2, 3, 5], [1, 2, 3, 5])]
     path.write_bytes(path.read_bytes().replace(*offsets))
     source = open_arrow(path)
-    assert [found.tolist() for found in read(source, [2, 0])["x"]] == [[3, 4], [1]]
-    with pytest.raises(RecordError, match="record 1: column 'x' is null"):
-        read(source, [0, 1])
+    found = read(source, [2, 0, 1])
+    assert [values.tolist() for values in found["x"]] == [[3, 4], [1], []]
+    assert found["x.is_valid"].tolist() == [True, True, False]

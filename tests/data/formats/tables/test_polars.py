@@ -9,7 +9,6 @@ import pytest
 import braidax as bx
 from braidax.data.as_arrow import as_arrow
 from braidax.data.formats.tables.arrow import ArrowSource
-from braidax.errors import RecordError
 from tests.data.formats.reading import read
 
 NUM_ROWS = 100
@@ -63,9 +62,9 @@ def test_a_copy_for_random_access(tmp_path: Path) -> None:
     assert found["letter"].tolist() == [LETTERS[64], LETTERS[3]]
 
 
-def test_a_missing_category_is_named(tmp_path: Path) -> None:
+def test_a_missing_category_has_a_mask(tmp_path: Path) -> None:
     pl.DataFrame({"c": pl.Series(["a", None, "b"], dtype=pl.Categorical)}).write_ipc(tmp_path / "nulls.arrow")
     source = bx.open(tmp_path / "nulls.arrow")
-    assert read(source, [2, 0])["c"].tolist() == ["b", "a"]
-    with pytest.raises(RecordError, match=r"nulls\.arrow, record 1: column 'c' is null"):
-        read(source, [1])
+    found = read(source, [2, 0, 1])
+    assert found["c"].tolist() == ["b", "a", ""]
+    assert found["c.is_valid"].tolist() == [True, True, False]

@@ -17,7 +17,6 @@ from braidax.data.storage.files import Bytes, Files, stamp_of_files
 from braidax.errors import ArgumentError, FormatError, RecordError, import_extra
 from braidax.spans import span
 
-MAGIC = b"\x83\xafp\xd1\r\x88J?"  # the first bytes of every file of Riegeli, which ArrayRecord is a layer on
 RECORD = "record"  # the leaf of a record as it is
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # for reads at random, in the thread that asks
 _BUFFER_BYTES = 1 << 15

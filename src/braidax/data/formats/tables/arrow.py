@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES, Block, Blocks, BlockSource, Group
 from braidax.data.formats.tables.columns import RAGGED, Leaf, with_lengths
-from braidax.data.formats.tables.direct import DirectLeaf, direct_leaf
+from braidax.data.formats.tables.direct import Direct, direct_leaf
 from braidax.data.formats.tables.huggingface import is_huggingface, read_folder, selected
 from braidax.data.formats.tables.ipc import Batch, Layout, inflated_bytes, read_layout
 from braidax.data.formats.tables.schemas import opened, read_schema
@@ -42,7 +42,7 @@ class ArrowSource(Source, Sliced):
     """
 
     def __init__(
-        self, memory: Memory, layouts: Sequence[Layout], leaves: Sequence[DirectLeaf], *, facts: Mapping[str, str]
+        self, memory: Memory, layouts: Sequence[Layout], leaves: Sequence[Direct], *, facts: Mapping[str, str]
     ) -> None:
         self._memory = memory
         self._leaves = list(leaves)
@@ -106,7 +106,7 @@ class ArrowSource(Source, Sliced):
             "record batches": f"{len(self._batches):,}, not compressed: {kind}",
         }
 
-    def _read(self, indices: Indices, parts: Sequence[tuple[DirectLeaf, Box | None, NDArray[Any] | None]]) -> None:
+    def _read(self, indices: Indices, parts: Sequence[tuple[Direct, Box | None, NDArray[Any] | None]]) -> None:
         check_indices(indices, len(self), where=f"{self._memory.names[0]} ({len(self._memory.names)} file(s))")
         batches, rows = self._batches.locate(indices)
         for direct, box, target in parts:
@@ -119,7 +119,7 @@ class ArrowSource(Source, Sliced):
 
     def _name_the_file(
         self,
-        direct: DirectLeaf,
+        direct: Direct,
         box: Box | None,
         batches: Indices,
         rows: Indices,
@@ -364,7 +364,7 @@ def arrow_files(path: Path) -> list[Path]:
 
 
 def _decoded_bytes(batch: Batch, leaf: Leaf) -> int:
-    count = int(batch.nodes[leaf.value.node, 0])
+    count = int(batch.nodes[leaf.value.node, 0]) if leaf.kind != "valid" else batch.num_rows
     if leaf.kind not in ("text", "bytes"):
         return count * leaf.value_bytes
     return batch.num_bytes  # how long the text is, only decoding tells

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +14,7 @@ from braidax.data.source import VARYING, Indices, gather, loader_dtype, narrow
 from braidax.data.storage.files import Bytes
 from braidax.errors import FormatError, RecordError
 
+VALID = ".is_valid"  # with a leaf's name before it, the name of the leaf that says which records have a value
 RAGGED = -1  # the length of lists that have no common one
 
 FINE, NULL = -2, -1  # what a record's fault is; any other is the length of a list that is none of one length
@@ -39,11 +40,11 @@ class Level:
 class Value:
     """What a leaf consists of.
 
-    **Fields:** `kind`: of a value. `stored`: the dtype of its numbers, or bytes. `width`: numbers in one value, as a
-    shape. `is_large`: 64-bit offsets. `node`, `buffer`: as of a `Level`.
+    **Fields:** `kind`: of a value; "valid" is whether there is one. `stored`: the dtype of its numbers, or bytes.
+    `width`: numbers in one value, as a shape. `is_large`: 64-bit offsets. `node`, `buffer`: as of a `Level`.
     """
 
-    kind: Literal["number", "bit", "text", "bytes"]
+    kind: Literal["number", "bit", "text", "bytes", "valid"]
     stored: np.dtype[Any]
     width: tuple[int, ...]
     is_large: bool
@@ -57,7 +58,8 @@ class Leaf:
 
     **Fields:** `name`. `column`, `number`: of the table's column, and of the value among all values of the schema.
     `levels`: from the record down to the value. `value`: what is there. `is_direct`: whether values lie as they are in
-    a file without compression. `lengths`: of each level of kind list, once known, in order.
+    a file without compression. `lengths`: of each level of kind list, once known, in order. `nulls`: whether a null is
+    an error of its record, or has a mask beside it.
     """
 
     name: str
@@ -67,10 +69,11 @@ class Leaf:
     value: Value
     is_direct: bool
     lengths: tuple[int, ...] = ()
+    nulls: Literal["refused", "masked"] = "refused"
 
     @property
     def kind(self) -> str:
-        """Of a value: `"number"`, `"bit"`, `"text"` or `"bytes"`."""
+        """Of a value: `"number"`, `"bit"`, `"text"`, `"bytes"` or `"valid"`."""
         return self.value.kind
 
     @property
@@ -86,11 +89,13 @@ class Leaf:
     @property
     def is_varying(self) -> bool:
         """Whether the size differs from sample to sample."""
-        return self.kind in ("text", "bytes") or RAGGED in self.lengths
+        return self.kind != "valid" and (self.kind in ("text", "bytes") or RAGGED in self.lengths)
 
     @property
     def dims(self) -> tuple[int, ...]:
         """The shape of one sample, `RAGGED` where it has no length."""
+        if self.kind == "valid":
+            return ()
         lengths = iter(self.lengths)
         found = [level.length if level.kind == "fixed" else next(lengths) for level in self.levels if not _flat(level)]
         return (*found, *self.value.width)
@@ -143,9 +148,18 @@ def fill(leaf: Leaf, column: Column, rows: Indices, out: NDArray[Any], *, record
     **Arguments:** `rows`: int64 `[n]`, which of the column's records. `out`: `[n, *sample_shape]`. `records`: their
     numbers in the file `where`, for errors.
 
-    **Raises:** `RecordError` naming a record that is null, has a list of another length, or holds what does not fit.
+    **Raises:** `RecordError` naming a record that is null without a mask, has a list of another length, or holds what
+    does not fit.
     """
     if column.faults is not None:
+        is_null = column.faults[rows] == NULL
+        if leaf.nulls == "masked" and is_null.any():
+
+            def read(kept: Indices, part: NDArray[Any]) -> None:
+                fill(leaf, column, rows[kept], part, records=records[kept], where=where)
+
+            fill_valid(leaf, is_null, out, read, where=where)
+            return
         refuse_faults(leaf, column.faults[rows], records, where=where)
     if column.offsets is None:
         if column.values.dtype == out.dtype:
@@ -185,6 +199,32 @@ def fill_pieces(leaf: Leaf, pieces: Sequence[Bytes], out: NDArray[Any], *, recor
         _fill_lists(leaf, values, [len(piece) // max(1, step) for piece in pieces], out, records, where)
 
 
+def fill_valid(
+    leaf: Leaf,
+    is_null: NDArray[np.bool_],
+    out: NDArray[Any],
+    read: Callable[[Indices, NDArray[Any]], None],
+    *,
+    where: str,
+) -> None:
+    """Reads the records that have a value, and puts NaN, 0, False, or what is empty in place of those that are null.
+
+    **Arguments:** `is_null`: `[n]`. `out`: `[n, *sample_shape]`. `read`: reads some of the `n` records, by their places
+    among these, into an array like `out`. `where`: the file, for errors.
+    """
+    kept, nulls = np.flatnonzero(~is_null), np.flatnonzero(is_null)
+    part = np.empty((len(kept), *out.shape[1:]), out.dtype)
+    read(kept, part)
+    out[kept] = part
+    if leaf.kind in ("text", "bytes"):
+        out[nulls] = "" if leaf.kind == "text" else b""
+    elif leaf.is_varying:
+        for place in nulls.tolist():
+            out[place] = np.empty((0, *leaf.shape), leaf.loaded(where))
+    else:
+        out[nulls] = np.nan if np.issubdtype(out.dtype, np.inexact) else 0
+
+
 def refuse_faults(leaf: Leaf, faults: NDArray[np.int64], records: Indices, *, where: str) -> None:
     """Raises `RecordError` for the first of the records that has a fault."""
     wrong = np.flatnonzero(faults != FINE)
@@ -193,8 +233,9 @@ def refuse_faults(leaf: Leaf, faults: NDArray[np.int64], records: Indices, *, wh
     fault, record = int(faults[wrong[0]]), records[wrong[0]]
     if fault == NULL:
         raise RecordError(
-            f"{where}, record {record}: column {leaf.name!r} is null, expected a value in every record; fill or drop "
-            "the nulls, or leave the column out with columns="
+            f"{where}, record {record}: column {leaf.name!r} is null, expected a value in every record; ask for "
+            f"the leaf that says which records have one, {leaf.name + VALID!r}, in columns= too, fill or drop the "
+            "nulls, or leave the column out"
         )
     raise RecordError(
         f"{where}, record {record}: column {leaf.name!r} has a list of length {fault}, expected {leaf.dims} as the "

@@ -11,17 +11,16 @@ from numpy.typing import NDArray
 
 from braidax.data.formats.arrays.record_layout import RecordLayout, read_boxes
 from braidax.data.formats.tables.columns import (
-    FINE,
-    NULL,
     RAGGED,
     Leaf,
     Level,
     Value,
     fill_pieces,
-    refuse_faults,
+    fill_valid,
     with_lengths,
 )
 from braidax.data.formats.tables.ipc import Batch
+from braidax.data.formats.tables.nulls import DirectMask, Nulls
 from braidax.data.source import Box, Indices
 from braidax.data.storage.mapped import Memory, Places
 from braidax.errors import FormatError
@@ -36,8 +35,8 @@ class DirectLeaf:
     kind "bit"; of a varying leaf, of its values. `stride`: from record to record; of a varying leaf, from element to
     element. `offsets`, `limits`: of a varying leaf, the place of the first offset, and how many elements there are.
     `counts`: of text and bytes, the records of each batch, whose offsets are looked at as a whole when the first of
-    them is read; None where they were at open. `is_large`: 64-bit offsets. `nulls`: int64, sorted, the records that are
-    null.
+    them is read; None where they were at open. `is_large`: 64-bit offsets. `nulls`: the records that are null, of which
+    nothing is read.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class DirectLeaf:
         limits: Places,
         counts: NDArray[np.int64] | None,
         is_large: bool,
-        nulls: NDArray[np.int64],
+        nulls: Nulls,
     ) -> None:
         self.leaf = leaf
         self._base = base
@@ -84,9 +83,16 @@ class DirectLeaf:
         **Arguments:** `batches`, `rows`: int64 `[n]`, where the records are. `box`: the part of each; all of it by
         default. `records`, `where`: for errors.
 
-        **Raises:** `RecordError` for a record that is null or does not fit; `FormatError` for a file that changed.
+        **Raises:** `RecordError` for a record that does not fit; `FormatError` for a file that changed.
         """
-        self._refuse_nulls(batches, rows, records, where)
+        is_null = self._nulls.at(batches, rows)
+        if is_null.any():
+
+            def read(kept: Indices, part: NDArray[Any]) -> None:
+                self.read(memory, batches[kept], rows[kept], part, box=box, records=records[kept], where=where)
+
+            fill_valid(self.leaf, is_null, out, read, where=where)
+            return
         if self._offsets is not None:
             places, lengths = self._spans(memory, batches, rows, where)
             fill_pieces(self.leaf, memory.slices(places, lengths), out, records=records, where=where)
@@ -170,13 +176,11 @@ class DirectLeaf:
         chosen = (places - first * 8)[:, None] + np.arange(self._stride)
         out.reshape(len(places), self._stride)[:] = np.take_along_axis(bits, chosen, axis=1)
 
-    def _refuse_nulls(self, batches: Indices, rows: Indices, records: Indices, where: str) -> None:
-        if self._nulls.size:
-            is_null = np.isin(batches << 32 | rows, self._nulls, kind="sort")
-            refuse_faults(self.leaf, np.where(is_null, NULL, FINE), records, where=where)
+
+Direct = DirectLeaf | DirectMask
 
 
-def direct_leaf(memory: Memory, batches: Sequence[Batch], leaf: Leaf) -> DirectLeaf | None:
+def direct_leaf(memory: Memory, batches: Sequence[Batch], leaf: Leaf) -> Direct | None:
     """Returns how a leaf lies in uncompressed batches; None where its lists are null or overlap: those are decoded.
 
     All offsets of lists are looked at, vectorised, batch by batch: this is what tells whether lists have one length.
@@ -211,7 +215,7 @@ class _Walk:
         self._first = np.zeros(len(batches), np.int64)  # the value that the first record begins with
         self._per_record = 1  # values of a record, or of an element of a ragged record
         self._ragged: _Ragged | None = None
-        self._nulls: list[NDArray[np.int64]] = []
+        self._nulls = Nulls(self._count)
 
     def multiply(self, length: int) -> None:
         self._first, self._count, self._per_record = (
@@ -258,13 +262,14 @@ class _Walk:
             if self._ragged is not None:
                 offsets = self._ragged.pieces[batch]
                 values = np.searchsorted(offsets, values + offsets[0], side="right") - 1
-            self._nulls.append(np.int64(batch) << 32 | np.unique(values))
+            self._nulls.mark(batch, values)
 
-    def finished(self, leaf: Leaf) -> DirectLeaf | None:
+    def finished(self, leaf: Leaf) -> Direct | None:
         """Returns the leaf whose values these are; None for ragged bits, which begin anywhere in a byte."""
         if leaf.kind == "bit" and self._ragged is not None:
             return None
-        nulls = np.sort(np.concatenate([np.empty(0, np.int64), *self._nulls]))
+        if leaf.kind == "valid":
+            return DirectMask(leaf, self._nulls)
         if leaf.kind in ("text", "bytes"):
             self._need(leaf.value, self._first + self._count + 1, 8 * (8 if leaf.value.is_large else 4))
             data = self._buffers[:, leaf.value.buffer + 2]
@@ -276,7 +281,7 @@ class _Walk:
                 limits=data[:, 1],
                 counts=self._count,
                 is_large=leaf.value.is_large,
-                nulls=nulls,
+                nulls=self._nulls,
             )
         bits = 1 if leaf.kind == "bit" else 8 * leaf.value_bytes
         self._need(leaf.value, self._first + self._count, bits)
@@ -291,7 +296,7 @@ class _Walk:
             limits=self._count if ragged is None else ragged.last,
             counts=None,
             is_large=ragged is not None and ragged.is_large,
-            nulls=nulls,
+            nulls=self._nulls,
         )
 
     def _offsets(self, level: Level) -> list[NDArray[Any]]:

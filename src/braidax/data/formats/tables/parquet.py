@@ -15,6 +15,7 @@ import numpy as np
 
 from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES, Block, Blocks, BlockSource, Group
 from braidax.data.formats.tables.columns import RAGGED, Leaf, with_lengths
+from braidax.data.formats.tables.nulls import mask_of, masked
 from braidax.data.formats.tables.pages import inflated_bytes
 from braidax.data.formats.tables.tables import arrow_parquet, column_of, leaves_of, list_lengths, refusing
 from braidax.data.source import listed
@@ -59,7 +60,7 @@ class ParquetTable(Blocks):
         self._check_schemas(schemas)
         self._leaves = leaves
         self._blocks = self._row_groups()
-        self._leaves = self._measured(leaves)
+        self._leaves = self._found(leaves)
         self._blocks = self._row_groups()
 
     @property
@@ -138,12 +139,18 @@ class ParquetTable(Blocks):
             raise ValueError(f"{block.num_rows:,} records cannot be, or lie before the file's beginning")
         if (ranges.length > self._files.sizes[block.file]).any() or ends.max() > self._files.sizes[block.file]:
             raise ValueError("a column lies behind the file's end")
+        for number in range(group.num_columns):  # pyarrow ends the process when it is asked for such statistics
+            stored, told = group.column(number).physical_type, self._metadata[block.file].schema.column(number)
+            if stored != told.physical_type:
+                raise ValueError(f"column {told.path!r} is {stored}, but its schema says {told.physical_type}")
         num_bytes = [self._decoded_bytes(group, leaf) for leaf in self._leaves]
         if min(num_bytes) < 0:
             raise ValueError("a column of fewer than 0 bytes cannot be")
         return sum(num_bytes)
 
     def _decoded_bytes(self, group: Any, leaf: Leaf) -> int:
+        if leaf.kind == "valid":
+            return group.num_rows
         chunk = self._chunk(group, leaf)
         if leaf.kind in ("text", "bytes"):
             return chunk.total_uncompressed_size + 8 * group.num_rows
@@ -153,6 +160,8 @@ class ParquetTable(Blocks):
     def _chunk(self, group: Any, leaf: Leaf) -> Any:
         """Returns a leaf's column chunk, by its path: another file may have the columns in another order."""
         path = self._paths[leaf.number]
+        if leaf.number < group.num_columns and (chunk := group.column(leaf.number)).path_in_schema == path:
+            return chunk
         for number in range(group.num_columns):
             chunk = group.column(number)
             if chunk.path_in_schema == path:
@@ -162,14 +171,33 @@ class ParquetTable(Blocks):
     def _chunks(self, block: Block) -> Ranges:
         """Returns where the bytes of the columns of a row group are."""
         group = self._metadata[block.file].row_group(block.number)
-        chunks = [self._chunk(group, leaf) for leaf in self._leaves]
+        leaves = {leaf.number: leaf for leaf in self._leaves}  # a mask is read of what it masks
+        chunks = [self._chunk(group, leaf) for leaf in leaves.values()]
         starts, lengths = zip(*(_place_of(chunk) for chunk in chunks), strict=True)
         return Ranges(np.full(len(chunks), block.file), np.array(starts), np.array(lengths))
 
-    def _measured(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Finds the lengths of lists: one length have those that do in the first records, and by number in all."""
-        if not any(level.kind == "list" for leaf in leaves for level in leaf.levels):
-            return list(leaves)
+    def _found(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """Finds the lengths of lists, and which leaves have nulls: these get masks.
+
+        Lists have one length if they do in the first records, and by number in all. Nulls are told by the statistics of
+        the chunks, or, where these are missing or count empty lists too, by the first records.
+        """
+        is_list = {leaf.name: any(level.kind == "list" for level in leaf.levels) for leaf in leaves}
+        told = {leaf.name: self._null_counts(leaf) for leaf in leaves}
+        if not any(is_list.values()) and not any(None in counts for counts in told.values()):
+            return masked(leaves, lambda leaf: any(told[leaf.name]), where=self.names[0])
+        first = self._first_records()
+
+        def has_nulls(leaf: Leaf) -> bool:
+            if any(told[leaf.name]) and RAGGED not in leaf.lengths:
+                return True
+            return not column_of(first.column(self._name_of(leaf)), mask_of(leaf)).values.all()
+
+        measured = [self._measured(leaf, first) if is_list[leaf.name] else leaf for leaf in leaves]
+        return masked(measured, has_nulls, where=self.names[0])
+
+    def _first_records(self) -> Any:
+        """Returns a record batch of pyarrow."""
         block = self._blocks[0]
         with self._refusing(block), self._reader(0) as reader:
             batches = reader.iter_batches(
@@ -179,21 +207,26 @@ class ParquetTable(Blocks):
             if first is None:
                 raise ValueError("there is no record in it")
             first.validate()
-        found: list[Leaf] = []
-        for leaf in leaves:
-            lengths = list_lengths(first.column(self._name_of(leaf)), leaf)
-            measured = with_lengths(leaf, lengths, where=self.names[0])
-            if lengths and not measured.is_varying and not self._agree(measured):
-                measured = with_lengths(leaf, [RAGGED, *lengths[1:]], where=self.names[0])
-            found.append(measured)
-        return found
+        return first
+
+    def _measured(self, leaf: Leaf, first: Any) -> Leaf:
+        lengths = list_lengths(first.column(self._name_of(leaf)), leaf)
+        measured = with_lengths(leaf, lengths, where=self.names[0])
+        if measured.is_varying or self._agree(measured):
+            return measured
+        return with_lengths(leaf, [RAGGED, *lengths[1:]], where=self.names[0])
+
+    def _null_counts(self, leaf: Leaf) -> list[int | None]:
+        """Returns how many nulls each row group has, as its statistics say, or None where these do not."""
+        chunks = [self._chunk(self._metadata[block.file].row_group(block.number), leaf) for block in self._blocks]
+        return [None if chunk.statistics is None else chunk.statistics.null_count for chunk in chunks]
 
     def _agree(self, leaf: Leaf) -> bool:
         """Says whether every row group holds as many values as lists of these lengths have, nulls aside."""
         per_record = math.prod(leaf.dims)
-        for block in self._blocks:
+        for block, nulls in zip(self._blocks, self._null_counts(leaf), strict=True):
             chunk = self._chunk(self._metadata[block.file].row_group(block.number), leaf)
-            nulls = chunk.statistics.null_count if chunk.statistics is not None else 0
+            nulls = nulls or 0
             if chunk.num_values not in (block.num_rows * per_record, (block.num_rows - nulls) * per_record + nulls):
                 return False
         return True

@@ -2,7 +2,7 @@
 
 `folder/year=2024/part=a/0.parquet` holds records whose year is 2024 and whose part is "a". Keys are read as
 `pyarrow.dataset` reads them: int32 where all values of a key are such numbers, else text; names and values are decoded
-as of a URL; `__HIVE_DEFAULT_PARTITION__` is null; a folder without `=` says nothing.
+as of a URL; `__HIVE_DEFAULT_PARTITION__` is null, told by a mask; a folder without `=` says nothing.
 """
 
 import os
@@ -19,7 +19,8 @@ import numpy as np
 from braidax.data.formats.tables.arrow import SUFFIXES as ARROW_SUFFIXES
 from braidax.data.formats.tables.arrow import arrow_contents, open_arrow
 from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES
-from braidax.data.formats.tables.columns import FINE, Column, Leaf, fill, refuse_faults
+from braidax.data.formats.tables.columns import VALID, Column, Leaf, fill
+from braidax.data.formats.tables.nulls import masked
 from braidax.data.formats.tables.parquet import open_parquet, parquet_contents
 from braidax.data.formats.tables.tables import arrow, column_of, leaves_of
 from braidax.data.source import Indices, Source, allocate, check_indices, listed
@@ -38,7 +39,8 @@ _WINDOW = 1 << 16  # records that are compared at a time
 class Partitioned(Wrapping):
     """The records of files with the keys of their folders.
 
-    **Fields:** `source`: the records of the files. `keys`: what is read of each key, and its value for each file.
+    **Fields:** `source`: the records of the files. `keys`: what is read of each key, its mask too, and the value for
+    each file.
     `starts`: int64, the first record of each file. `names`: of the files.
     """
 
@@ -57,10 +59,6 @@ class Partitioned(Wrapping):
         file = np.searchsorted(self.starts, indices, side="right") - 1
         records = indices - self.starts[file]
         for leaf, column in self.keys:
-            faults = None if column.faults is None else column.faults[file]
-            if faults is not None and (faults != FINE).any():
-                first = slice(place := int(np.argmax(faults != FINE)), place + 1)
-                refuse_faults(leaf, faults[first], records[first], where=self.names[int(file[place])])
             fill(leaf, column, file, out[leaf.name], records=records, where=self.names[0])
 
     @property
@@ -122,10 +120,10 @@ def open_partitioned(
 ) -> Source:
     """Opens a hive-partitioned folder of Parquet or Arrow files, in the order of their paths.
 
-    Links to folders are not followed. A record whose key is null cannot be read, as one with a null in a column.
+    Links to folders are not followed. A key that is null in some folders has a mask, as a column has.
 
     **Arguments:** `where`: the folder, or its URL. `files`: what lies below a URL. `columns`: names of columns or keys,
-    all when None. `cache_bytes`: of decoded row groups or batches kept in memory.
+    or of masks, all when None. `cache_bytes`: of decoded row groups or batches kept in memory.
 
     **Raises:** `FormatError` for files of several formats, in folders of other keys, for a name that is no text, a key
     that is null everywhere, or one that differs from what a column of its name holds; and what `open_parquet` and
@@ -149,10 +147,14 @@ def open_partitioned(
         return (open_arrow if is_arrow else open_parquet)(files, columns=columns, cache_bytes=cache_bytes)
 
     wanted = contents[0][1] if columns is None else columns
-    inner = [name for name in wanted if name not in found[0]]
-    texts = {key: [keys[key] for keys in found] for key in found[0] if columns is None or key in columns}
+    inner = [name for name in wanted if name not in found[0] and name.removesuffix(VALID) not in found[0]]
+    texts = {
+        key: [keys[key] for keys in found]
+        for key in found[0]
+        if columns is None or key in columns or key + VALID in columns
+    }
     source = read(inner) if inner or not texts else _NoColumns(files, int(rows.sum()))
-    keys = [_key(key, values, where) for key, values in texts.items()]
+    keys = [pair for key, values in texts.items() for pair in _key(key, values, columns, where)]
     for key, values in texts.items():
         holding = [name for name, (_, held) in zip(names, contents, strict=True) if key in held]
         if holding and len(holding) < len(names):
@@ -211,8 +213,10 @@ def _keys_of(name: str, relative: str) -> dict[str, str | None]:
     return found
 
 
-def _key(key: str, texts: Sequence[str | None], where: Path | str) -> tuple[Leaf, Column]:
-    """Returns how a key is read, and its value for each file."""
+def _key(
+    key: str, texts: Sequence[str | None], columns: Sequence[str] | None, where: Path | str
+) -> list[tuple[Leaf, Column]]:
+    """Returns how a key is read, and its value for each file; and so its mask where a value is null."""
     pa, known = arrow(), [text for text in texts if text is not None]
     if not known:
         raise FormatError(
@@ -221,9 +225,11 @@ def _key(key: str, texts: Sequence[str | None], where: Path | str) -> tuple[Leaf
         )
     is_number = all(_INTEGER.fullmatch(text) and -(1 << 31) <= int(text) < 1 << 31 for text in known)
     kind = pa.int32() if is_number else pa.large_string()
-    (leaf,) = leaves_of(pa.schema([pa.field(key, kind)]), None, where=str(where))
-    values = [int(text) if is_number and text is not None else text for text in texts]
-    return leaf, column_of(pa.array(values, kind), leaf)
+    names = None if columns is None else [name for name in columns if name in (key, key + VALID)]
+    leaves = leaves_of(pa.schema([pa.field(key, kind)]), names, where=str(where))
+    values = pa.array([int(text) if is_number and text is not None else text for text in texts], kind)
+    found = masked(leaves, lambda leaf: values.null_count > 0, where=str(where))
+    return [(leaf, column_of(values, leaf)) for leaf in found]
 
 
 def _compare(source: Source, key: str, texts: Sequence[str | None], starts: Indices, names: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 
 from braidax.data.formats.tables.columns import Leaf
 from braidax.data.formats.tables.ipc import Batch, Layout, read_layout
+from braidax.data.formats.tables.nulls import masked
 from braidax.data.formats.tables.tables import Counts, arrow, arrow_ipc, counts_of, leaves_of, refusing
 from braidax.data.storage.mapped import Memory
 from braidax.errors import FormatError
@@ -16,7 +17,7 @@ def opened(memory: Memory, columns: Sequence[str] | None) -> tuple[list[Layout],
     """Reads the layouts of files whose batches all fit one schema, and what is read of them.
 
     **Arguments:** `columns`: names of columns or leaves, all when None. **Returns:** the layouts without empty batches,
-    and the leaves; their lists have no lengths yet.
+    and the leaves, with masks of those that hold nulls; their lists have no lengths yet.
 
     **Raises:** `FormatError` for files that are damaged, differ in their columns, hold no record, or have columns of no
     use; `ArgumentError` for columns that are not there.
@@ -26,7 +27,15 @@ def opened(memory: Memory, columns: Sequence[str] | None) -> tuple[list[Layout],
     layouts = [_without_empty(layout) for layout in layouts]
     if not any(layout.batches for layout in layouts):
         raise FormatError(f"{memory.names[0]}: holds 0 records in {len(memory.names)} file(s); expected at least one")
-    return layouts, leaves_of(schema, columns, where=memory.names[0])
+    leaves = leaves_of(schema, columns, where=memory.names[0])
+    nodes = np.any([batch.nodes[:, 1] for layout in layouts for batch in layout.batches], axis=0)
+    in_dictionary = any(held.nodes[:, 1].any() for layout in layouts for held, _ in layout.dictionaries)
+
+    def has_nulls(leaf: Leaf) -> bool:
+        found = nodes[[leaf.value.node, *(level.node for level in leaf.levels)]].any()
+        return bool(found) or (in_dictionary and not leaf.is_direct)  # which dictionary is whose, decoding tells
+
+    return layouts, masked(leaves, has_nulls, where=memory.names[0])
 
 
 def _without_empty(layout: Layout) -> Layout:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.formats.tables.columns import FINE, NULL, RAGGED, Column, Leaf, Level, Value
+from braidax.data.formats.tables.nulls import mask_of
 from braidax.errors import ArgumentError, BraidaxError, DataError, FormatError
 from braidax.extras import import_pyarrow, import_pyarrow_ipc, import_pyarrow_parquet
 
@@ -84,7 +85,7 @@ def leaves_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> list
     """Returns the leaves of a table; their lists have no lengths yet.
 
     A struct's fields become leaves of their own, named `"struct.field"`; a struct `{bytes, path}`, as Hugging Face
-    stores images and sound, becomes its bytes.
+    stores images and sound, becomes its bytes. `"leaf.is_valid"` among the columns is the mask of a leaf.
 
     **Arguments:** `schema`: of pyarrow. `columns`: names of columns, or of leaves, in the order of the leaves; all when
     None. `where`: the file, for errors.
@@ -99,7 +100,8 @@ def leaves_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> list
     missing: list[str] = []
     for name in known if columns is None else columns:
         chosen = [leaf for leaf in found if leaf.name == name or leaf.name.startswith(f"{name}.")]
-        picked += chosen
+        chosen = chosen or [mask for mask in map(mask_of, _usable(found)) if mask.name == name]
+        picked += [leaf for leaf in chosen if leaf not in picked]
         missing += [] if chosen else [name]
     if missing or not picked:
         raise ArgumentError(
@@ -108,7 +110,7 @@ def leaves_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> list
         )
     for leaf in picked:
         if isinstance(leaf, _Unusable):
-            usable = [leaf.name for leaf in found if isinstance(leaf, Leaf)]
+            usable = [leaf.name for leaf in _usable(found)]
             raise FormatError(
                 f"{where}: column {leaf.name!r} has the type {leaf.kind}; expected numbers, bools, text, bytes or "
                 f"lists of numbers: convert it, or read the others with columns={usable}"
@@ -117,7 +119,7 @@ def leaves_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> list
     if twice:
         raise FormatError(f"{where}: has several columns of the names {twice}; name each once, or leave them out")
     direct = not walk.has_views
-    return [replace(leaf, is_direct=leaf.is_direct and direct) for leaf in picked if isinstance(leaf, Leaf)]
+    return [replace(leaf, is_direct=leaf.is_direct and direct) for leaf in _usable(picked)]
 
 
 def column_of(array: Any, leaf: Leaf) -> Column:
@@ -137,8 +139,12 @@ def column_of(array: Any, leaf: Leaf) -> Column:
             records.multiply(level.length)
         else:
             values = _list_values(values, next(lengths), records)
-    values = _plain(values)
+    if leaf.kind != "valid" or arrow().types.is_dictionary(values.type):
+        values = _plain(values)
     records.mark_nulls(values)
+    if leaf.kind == "valid":
+        faults = records.faults
+        return Column(np.ones(len(array), np.bool_) if faults is None else faults != NULL, None, None)
     if leaf.kind in ("text", "bytes"):
         data, offsets = _text(values)
         return Column(data, offsets, records.faults)
@@ -178,6 +184,10 @@ def plain_table(table: Any) -> Any:
 class _Unusable:
     name: str
     kind: str
+
+
+def _usable(found: Sequence[Leaf | _Unusable]) -> list[Leaf]:
+    return [leaf for leaf in found if isinstance(leaf, Leaf)]
 
 
 class _Walk:
