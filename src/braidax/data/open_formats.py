@@ -13,8 +13,8 @@ from braidax.data.storage import Remote
 from braidax.data.transforms.images.decode import Decode
 from braidax.errors import ArgumentError
 
-_TOLD = ("npy", "npz", "Parquet", "ArrayRecord", "TFRecord", "CIFAR", "WebDataset")  # by their first bytes
-_TABLES = ("Parquet", "Arrow", "Hugging Face", "hive")
+_TOLD = ("npy", "npz", "Parquet", "ArrayRecord", "TFRecord", "CIFAR", "WebDataset", "HDF5")  # by their first bytes
+_TABLES = ("Parquet", "Arrow", "Hugging Face", "hive", "HDF5")
 
 
 def open_tokens(
@@ -51,7 +51,7 @@ def open_table(
     cache_bytes: int = 1 << 30,
     remote: Remote | None = None,
 ) -> Source:
-    """Opens Parquet, Arrow, Feather, or what Hugging Face saved, as samples with a leaf for each column.
+    """Opens Parquet, Arrow, Feather, HDF5, or what Hugging Face saved, as samples with a leaf for each column.
 
     **Arguments:** `path`: as of `open`. `columns`: to read, in order. `split`: of a Hugging Face data set.
     `cache_bytes`: of decoded row groups or batches that are kept in memory.

@@ -37,6 +37,7 @@ from braidax.data.storage.inflate import SUFFIXES as COMPRESSED_SUFFIXES
 from braidax.data.storage.inflate import inflated
 
 ARRAY_RECORD_MAGIC = b"\x83\xafp\xd1\r\x88J?"  # of every file of Riegeli, which ArrayRecord is a layer on
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 TOKEN_SUFFIXES = (".bin", ".tokens")
 _SHARD = re.compile(r"(-\d+-of-\d+|\.\d+)$")  # what numbers the shards of a data set, behind their suffix
@@ -155,6 +156,17 @@ def _open_megatron(look: Look, **options: Any) -> Source:
     return open_megatron(cast("Files", look.files), remote=look.remote, **options)
 
 
+def _open_hdf5(files: Files, **options: Any) -> Source:
+    from braidax.data.formats.arrays.hdf5 import open_hdf5
+
+    return open_hdf5(files, **options)
+
+
+def _is_hdf5(look: Look) -> bool:
+    blocks = (0, 512, 1024, 2048)  # a block of the user's may lie before it
+    return look.is_plain and any(look.head.startswith(HDF5_MAGIC, start) for start in blocks)
+
+
 def _is_mds_folder(look: Look) -> bool:
     path = _path(look)
     return any((folder / INDEX_NAME).is_file() for folder in (path, *path.iterdir()))
@@ -259,6 +271,7 @@ FILES = (
         _TABLE,
     ),
     Format("Arrow (.arrow, .feather)", _is_arrow, _by_either(open_arrow, open_arrow), _TABLE),
+    Format("HDF5 (.h5, .hdf5)", _is_hdf5, _by_files(_open_hdf5), _TABLE),
     Format(
         "ArrayRecord",
         lambda look: look.is_plain and look.head.startswith(ARRAY_RECORD_MAGIC),

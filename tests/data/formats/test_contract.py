@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import h5py
 import jax
 import numpy as np
 import pyarrow as pa
@@ -253,6 +254,22 @@ def arrow_nulls(path: Path) -> Source:
     return sources.open(path / "a.feather")
 
 
+def hdf5(path: Path) -> Source:
+    with h5py.File(path / "a.h5", "w") as file:
+        file["x"], file["group/id"] = files.rng().normal(size=(11, 3)), np.arange(11)
+    return sources.open(path / "a.h5")
+
+
+def hdf5_chunks(path: Path) -> Source:
+    for number, rows in enumerate((5, 6)):
+        with h5py.File(path / f"{number}.h5", "w") as file:
+            values = files.rng(number).normal(size=(rows, 3)).astype(np.float32)
+            file.create_dataset("x", data=values, chunks=(2, 2), compression="gzip", shuffle=True)
+            file.create_dataset("flag", data=np.arange(rows) % 3 == 0, chunks=(4,), compression="lzf")
+            file["text"] = [f"row {row}" for row in range(rows)]
+    return sources.open(path)
+
+
 def parquet_nulls(path: Path) -> Source:
     pq.write_table(nulls(), path / "a.parquet", row_group_size=3)
     return sources.open(path / "a.parquet")
@@ -324,6 +341,8 @@ CASES = {
     "mds": Case(mds, 11, {"n": ((), "int32"), "text": TEXT}),
     "array_record": Case(array_record, 11, {"record": TEXT}),
     "arrow": Case(arrow, 11, {"id": ((), "int32"), "text": TEXT, "ids": TEXT}),
+    "hdf5": Case(hdf5, 11, {"x": ((3,), "float32"), "group/id": ((), "int32")}),
+    "hdf5_chunks": Case(hdf5_chunks, 11, {"x": ((3,), "float32"), "flag": ((), "bool"), "text": TEXT}),
     "arrow_nulls": Case(arrow_nulls, 11, {name: leaf for name, leaf in NULLS.items() if "ids" not in name}),
     "parquet_nulls": Case(parquet_nulls, 11, NULLS),
     "hugging_face_folder": Case(

@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
 import braidax.data as data
@@ -42,6 +43,26 @@ def _arrays() -> dict[str, np.ndarray]:
 def _read_npz(folder: Path) -> Samples:
     with np.load(only_file(folder)) as found:
         return {name: found[name] for name in found.files}
+
+
+def _hdf5(folder: Path, **options: Any) -> None:
+    with h5py.File(folder / "a.h5", "w") as file:
+        for name, array in _arrays().items():
+            file.create_dataset(name, data=array, **options)
+
+
+def _read_hdf5(folder: Path) -> Samples:
+    """Reads record by record; one that cannot be read is wrong."""
+    found: dict[str, list[Any]] = {}
+    with h5py.File(only_file(folder)) as file:
+        for name, dataset in file.items():
+            for row in range(len(dataset)):
+                try:
+                    value = dataset[row]
+                except (OSError, RuntimeError):
+                    value = None
+                found.setdefault(name, []).append(value)
+    return found
 
 
 def _tokens(folder: Path) -> None:
@@ -122,6 +143,8 @@ def _open_folder(folder: Path) -> data.Source:
 
 
 CASES = [
+    Case("hdf5", _hdf5, read=_read_hdf5),
+    Case("hdf5 deflated", lambda folder: _hdf5(folder, chunks=True, compression="gzip", shuffle=True), read=_read_hdf5),
     Case("npy", lambda folder: np.save(folder / "a.npy", _rows()), read=_read_npy),
     Case(
         "npy in Fortran order, 64 bits",

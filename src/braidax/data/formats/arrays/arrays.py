@@ -75,6 +75,8 @@ class ArraySource(Source, Sliced):
         for name, box, target in zip(self._layouts, boxes, out, strict=True):
             if box is not None and target is not None:
                 self._read_leaf(name, indices, box, target)
+                if target.dtype == np.bool_:  # a damaged file may hold other bytes than 0 and 1
+                    np.not_equal(target.view(np.uint8), 0, out=target)
 
     def prepare(self, indices: Indices) -> None:
         """Asks the kernel ahead for the bytes of these samples, while the disk is what reads wait for."""
