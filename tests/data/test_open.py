@@ -29,12 +29,12 @@ from tests.data.formats.records.test_webdataset import shard
 from tests.data.storage.faulty_server import serving
 
 FILES = (
-    "npy, npz, Parquet, Arrow (.arrow, .feather), ArrayRecord, TFRecord, CIFAR archive (.tar.gz, .tar), WebDataset "
-    "(.tar), Megatron indexed tokens (.idx beside .bin), IDX (MNIST, also .gz), tokens (.bin, .tokens, llm.c), "
-    "JSON Lines (.jsonl, .ndjson), CSV (.csv, .tsv), text lines (.txt)"
+    "npy, npz, Parquet, Arrow (.arrow, .feather), HDF5 (.h5, .hdf5), ArrayRecord, TFRecord, CIFAR archive (.tar.gz, "
+    ".tar), WebDataset (.tar), Megatron indexed tokens (.idx beside .bin), IDX (MNIST, also .gz), tokens (.bin, "
+    ".tokens, llm.c), JSON Lines (.jsonl, .ndjson), CSV (.csv, .tsv), text lines (.txt)"
 )
 FOLDERS = (
-    "CIFAR folder (python or binary), MNIST folder (IDX, also .gz), MosaicML MDS, Hugging Face dataset, "
+    "CIFAR folder (python or binary), MNIST folder (IDX, also .gz), MosaicML MDS, Zarr, Hugging Face dataset, "
     "hive-partitioned folder of Parquet or Arrow files, folder of Arrow files, folder of Parquet files, image folder; "
     "or files of one of these formats: npy, Parquet,"
 )

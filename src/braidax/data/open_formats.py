@@ -14,7 +14,7 @@ from braidax.data.transforms.images.decode import Decode
 from braidax.errors import ArgumentError
 
 _TOLD = ("npy", "npz", "Parquet", "ArrayRecord", "TFRecord", "CIFAR", "WebDataset", "HDF5")  # by their first bytes
-_TABLES = ("Parquet", "Arrow", "Hugging Face", "hive", "HDF5")
+_TABLES = ("Parquet", "Arrow", "Hugging Face", "hive", "HDF5", "Zarr")
 
 
 def open_tokens(
@@ -51,7 +51,7 @@ def open_table(
     cache_bytes: int = 1 << 30,
     remote: Remote | None = None,
 ) -> Source:
-    """Opens Parquet, Arrow, Feather, HDF5, or what Hugging Face saved, as samples with a leaf for each column.
+    """Opens Parquet, Arrow, Feather, HDF5, Zarr, or what Hugging Face saved, as samples with a leaf for each column.
 
     **Arguments:** `path`: as of `open`. `columns`: to read, in order. `split`: of a Hugging Face data set.
     `cache_bytes`: of decoded row groups or batches that are kept in memory.

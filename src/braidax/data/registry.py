@@ -35,10 +35,12 @@ from braidax.data.source import Source
 from braidax.data.storage import Files, Remote
 from braidax.data.storage.inflate import SUFFIXES as COMPRESSED_SUFFIXES
 from braidax.data.storage.inflate import inflated
+from braidax.data.storage.places import open_tree
 
 ARRAY_RECORD_MAGIC = b"\x83\xafp\xd1\r\x88J?"  # of every file of Riegeli, which ArrayRecord is a layer on
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+ZARR_MARKS = ("zarr.json", ".zgroup", ".zarray")  # one of them lies in the folder of an array or a group
 TOKEN_SUFFIXES = (".bin", ".tokens")
 _SHARD = re.compile(r"(-\d+-of-\d+|\.\d+)$")  # what numbers the shards of a data set, behind their suffix
 
@@ -162,6 +164,21 @@ def _open_hdf5(files: Files, **options: Any) -> Source:
     return open_hdf5(files, **options)
 
 
+def _open_zarr(look: Look, **options: Any) -> Source:
+    from braidax.data.formats.arrays.zarr import open_zarr
+
+    return open_zarr(look.where, open_tree(look.where, remote=look.remote), **options)
+
+
+def _is_zarr_folder(look: Look) -> bool:
+    return any((_path(look) / mark).is_file() for mark in ZARR_MARKS)
+
+
+def _is_zarr(look: Look) -> bool:
+    names = look.files.names if look.files else ()
+    return "://" in look.where and any(f"{look.where.rstrip('/')}/{mark}" in names for mark in ZARR_MARKS)
+
+
 def _is_hdf5(look: Look) -> bool:
     blocks = (0, 512, 1024, 2048)  # a block of the user's may lie before it
     return look.is_plain and any(look.head.startswith(HDF5_MAGIC, start) for start in blocks)
@@ -231,6 +248,7 @@ FOLDERS = (
         _SPLIT,
     ),
     Format("MosaicML MDS", _is_mds_folder, _open_mds, _SPLIT | _COLUMNS, declares=True),
+    Format("Zarr", _is_zarr_folder, _open_zarr, _TABLE),
     Format("Hugging Face dataset", lambda look: is_huggingface(_path(look)), _by_path(open_arrow), _SPLIT | _TABLE),
     Format(
         "hive-partitioned folder of Parquet or Arrow files",
@@ -249,6 +267,7 @@ FOLDERS = (
     ),
 )
 FILES = (
+    Format("Zarr", _is_zarr, _open_zarr, _TABLE, is_mixed=True),
     Format("MosaicML MDS", _is_mds, _open_mds, _SPLIT | _COLUMNS, declares=True, is_mixed=True),
     Format(
         "hive-partitioned folder of Parquet or Arrow files",

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
+import zarr
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -270,6 +271,18 @@ def hdf5_chunks(path: Path) -> Source:
     return sources.open(path)
 
 
+def zarr_group(path: Path) -> Source:
+    group = zarr.open_group(path / "a.zarr", mode="w", zarr_format=2)
+    group.create_array("x", data=files.rng().normal(size=(11, 3)), chunks=(4, 2))
+    group.create_array("text", shape=(11,), dtype=str, chunks=(3,))[:] = np.array([f"row {row}" for row in range(11)])
+    return sources.open(path / "a.zarr")
+
+
+def zarr_shards(path: Path) -> Source:
+    zarr.create_array(path / "a", data=files.rng().normal(size=(11, 3)).astype("f4"), chunks=(2, 3), shards=(6, 3))
+    return sources.open(path / "a")
+
+
 def parquet_nulls(path: Path) -> Source:
     pq.write_table(nulls(), path / "a.parquet", row_group_size=3)
     return sources.open(path / "a.parquet")
@@ -343,6 +356,8 @@ CASES = {
     "arrow": Case(arrow, 11, {"id": ((), "int32"), "text": TEXT, "ids": TEXT}),
     "hdf5": Case(hdf5, 11, {"x": ((3,), "float32"), "group/id": ((), "int32")}),
     "hdf5_chunks": Case(hdf5_chunks, 11, {"x": ((3,), "float32"), "flag": ((), "bool"), "text": TEXT}),
+    "zarr_group": Case(zarr_group, 11, {"x": ((3,), "float32"), "text": TEXT}),
+    "zarr_shards": Case(zarr_shards, 11, {"data": ((3,), "float32")}),
     "arrow_nulls": Case(arrow_nulls, 11, {name: leaf for name, leaf in NULLS.items() if "ids" not in name}),
     "parquet_nulls": Case(parquet_nulls, 11, NULLS),
     "hugging_face_folder": Case(

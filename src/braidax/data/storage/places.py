@@ -37,6 +37,21 @@ def open_files(where: Where | Sequence[Where], *, remote: Remote | None = None) 
     return RemoteFiles(stores.exact(objects) if objects else stores.open([str(url) for url in found]), remote=options)
 
 
+def open_tree(where: str, *, remote: Remote | None = None) -> Files:
+    """Opens all files below a local folder or the URL of one, hidden ones too; links to folders are not followed.
+
+    **Arguments:** `where`: the folder. `remote`: how URLs are read.
+
+    **Raises:** as `open_files`.
+    """
+    if not is_url(where):
+        return LocalFiles(sorted(os.path.join(folder, name) for folder, _, names in os.walk(where) for name in names))  # noqa: PTH118
+    options = remote or Remote()
+    stores = Stores(options)
+    found, _ = stores.below(where.rstrip("/") + "/", is_deep=True)
+    return RemoteFiles(stores.exact(found), remote=options)
+
+
 def list_files(where: Where | Sequence[Where], *, remote: Remote | None = None) -> list[str]:
     """Lists the files of a data set.
 
@@ -125,7 +140,7 @@ def _children(folder: str, stores: Stores) -> list[Object]:
 
 
 def _is_seen(url: str) -> bool:
-    return not url.rpartition("/")[2].startswith(".")
+    return not url.rpartition("/")[2].startswith(".") or url.endswith((".zarray", ".zgroup"))
 
 
 def _expression(pattern: str) -> str:
