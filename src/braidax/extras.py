@@ -10,6 +10,11 @@ def import_pyarrow(*, purpose: str) -> Any:
     return import_extra("pyarrow", "arrow", purpose=purpose)
 
 
+def import_pyarrow_csv(*, purpose: str) -> Any:
+    """Returns `pyarrow.csv`. **Arguments:** `purpose`: as `import_extra`. **Raises:** `MissingExtra`."""
+    return import_extra("pyarrow.csv", "arrow", purpose=purpose)
+
+
 def import_pyarrow_ipc(*, purpose: str) -> Any:
     """Returns `pyarrow.ipc`. **Arguments:** `purpose`: as `import_extra`. **Raises:** `MissingExtra`."""
     return import_extra("pyarrow.ipc", "arrow", purpose=purpose)

@@ -195,6 +195,12 @@ def table_csv(path: Path) -> Source:
     return sources.open(path / "a.csv")
 
 
+def csv_at_once(path: Path) -> Source:
+    """Windows of so many records are parsed at once, and others are not."""
+    (path / "a.csv").write_text("id,x,text\n" + "".join(f'{row},{row / 7},"a ""{row}""\n"\n' for row in range(256)))
+    return sources.open(path / "a.csv")
+
+
 def tfrecord(path: Path) -> Source:
     records = [{"label": [row], "x": [0.5 * row, 1.0], "image": [bytes(row)]} for row in range(11)]
     write_tfrecord(path / "a.tfrecord-00000-of-00001", [example(record) for record in records])
@@ -347,6 +353,7 @@ CASES = {
     "jsonl_gzipped": Case(jsonl_gzipped, 11, {"id": ((), "int32"), "text": TEXT}),
     "jsonl_zstd": Case(jsonl_zstd, 11, {"id": ((), "int32"), "text": TEXT}),
     "csv": Case(table_csv, 11, {"id": ((), "int32"), "x": ((), "float32"), "text": TEXT}),
+    "csv_at_once": Case(csv_at_once, 256, {"id": ((), "int32"), "x": ((), "float32"), "text": TEXT}),
     "tfrecord": Case(tfrecord, 11, {"label": ((), "int32"), "x": ((2,), "float32"), "image": TEXT}),
     "npy_files": Case(npy_files, 11, {"data": ((3,), "float32")}),
     "token_files": Case(token_files, 10, {"tokens": ((9,), "uint16")}),

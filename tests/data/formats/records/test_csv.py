@@ -1,6 +1,7 @@
 import csv
 import io
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import braidax.data.formats.records.csv as records_csv
+import braidax.data.formats.records.csv_windows as csv_windows
 import braidax.data.formats.records.fields as fields
 import braidax.data.formats.records.lines as lines
 from braidax.data.formats.records.csv import open_csv
@@ -156,3 +159,92 @@ def test_a_name_in_the_header_may_hold_the_delimiter(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('"x, in m",y\n1,2\n3,4\n')
     source = open_csv(LocalFiles([tmp_path / "a.csv"]))
     assert {name: leaf.tolist() for name, leaf in read(source).items()} == {"x, in m": [1, 3], "y": [2, 4]}
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Parses every window at once; says of each whether that was enough."""
+    monkeypatch.setattr(records_csv, "_AT_ONCE", 1)
+    told: list[bool] = []
+    parse = csv_windows.parsed_at_once
+
+    def parsed_at_once(*args: Any) -> Any:
+        found = parse(*args)
+        told.append(found is not None)
+        return found
+
+    monkeypatch.setattr(csv_windows, "parsed_at_once", parsed_at_once)
+    return told
+
+
+def test_many_records_are_parsed_at_once(tmp_path: Path, at_once: list[bool]) -> None:
+    content = 'n,x,flag,text,left\n1,0.5,true,a,z\n-2,3,0,"b, ""c""\nd",\n\n 3 ,1e3,FALSE,,"\n"\n4,nan,1,NA,é\n'
+    declared = {"text": str, "flag": bool, "x": "float32", "n": "int32"}
+    source = opened(tmp_path, content, columns=declared)
+    window = read(source, [2, 0, 1, 3, 0])
+    assert window["text"].tolist() == ["", "a", 'b, "c"\nd', "NA", "a"]
+    assert window["flag"].tolist() == [False, True, False, True, True]
+    np.testing.assert_array_equal(window["x"], np.array([1000, 0.5, 3, np.nan, 0.5], np.float32))
+    assert window["n"].tolist() == [3, 1, -2, 4, 1]
+    assert rows(opened(tmp_path, 'a\tb\n5" pipe\t"\n, x\t""\n', suffix="tsv")) == [('5" pipe', '"'), (", x", '""')]
+    assert at_once == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [("+1,2", [1, 2]), ("007,1", [7, 1]), ("٣,1", [3, 1]), ("1.5,+2e1", [1.5, 20.0]), ("a\rb,c", ["a\rb", "c"])],
+)
+def test_what_pyarrow_does_not_know_is_read(
+    tmp_path: Path, at_once: list[bool], column: str, values: list[Any]
+) -> None:
+    assert read(opened(tmp_path, "a\n" + column.replace(",", "\n") + "\n"))["a"].tolist() == values
+    assert at_once == [column in ("007,1", "1.5,+2e1")]
+
+
+@pytest.mark.parametrize(
+    "later", ["x,0", "0x10,0", ",0", "1_0,0", "3000000000,0", "99999999999999999999,0", "1", "1,2,3"]
+)
+def test_what_is_wrong_is_named_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: list[bool], later: str
+) -> None:
+    monkeypatch.setattr(fields, "NUM_SAMPLED", 2)
+    source = opened(tmp_path, f"a,b\n1,0.5\n{later}\n2,1\n")
+    found: list[str] = []
+    for least in (1, 99):
+        monkeypatch.setattr(records_csv, "_AT_ONCE", least)
+        with pytest.raises(RecordError, match=r"0\.csv, record 1 \(at byte 10\): ") as caught:
+            read(source, [2, 1])
+        found.append(str(caught.value))
+    assert found[0] == found[1]
+    assert len(at_once) == 1
+
+
+def test_text_that_is_no_utf8_in_a_column_that_is_not_read(tmp_path: Path, at_once: list[bool]) -> None:
+    source = opened(tmp_path, b"a,b\n" + b"1,x\n" * 300 + b"2,\xff\n", columns=["a"])
+    with pytest.raises(RecordError, match=r"record 300 .*is no UTF-8 text"):
+        read(source, [0, 300])
+    assert at_once == [False]
+
+
+def test_it_is_not_tried_in_vain_for_ever(tmp_path: Path, at_once: list[bool]) -> None:
+    source = opened(tmp_path, "a\n+1\n+2\n")
+    for _ in range(10):
+        assert read(source)["a"].tolist() == [1, 2]
+    assert at_once == [False] * 8
+
+
+def test_without_pyarrow(tmp_path: Path, at_once: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
+    assert rows(opened(tmp_path, "a,b\n1,x\n")) == [(1, "x")]
+    assert at_once == [False]
+
+
+@given(st.lists(st.tuples(FIELD, FIELD), min_size=1, max_size=6))
+def test_both_ways_read_the_same(tmp_path_factory: pytest.TempPathFactory, table: list[tuple[str, str]]) -> None:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL)
+    writer.writerows([("first", "second"), *table])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records_csv, "_AT_ONCE", 1)
+        source = opened(tmp_path_factory.mktemp("csv"), file.getvalue(), columns={"second": str, "first": str})
+        assert rows(source) == [(second, first) for first, second in table]

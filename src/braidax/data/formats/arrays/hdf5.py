@@ -37,7 +37,7 @@ from braidax.errors import BraidaxError, FormatError, import_extra
 
 _DEFLATE, _SHUFFLE = 1, 2  # numbers of filters
 _DECODED = ((), (_DEFLATE,), (_SHUFFLE,), (_SHUFFLE, _DEFLATE))
-_TOGETHER_BYTES = 1 << 16  # of rows that are in no chunk, and decoded together
+_READ_BYTES = 1 << 16  # of rows that are in no chunk, and decoded together
 _MOST_CHUNKS = 1 << 62  # of a grid, beyond which their numbers are too large
 _DAMAGE = (OSError, RuntimeError, ValueError, KeyError, TypeError, IndexError, OverflowError, zlib.error)
 
@@ -105,7 +105,7 @@ class _DataSet(StoredArray):
     def chunk_rows(self) -> int:
         if self._chunk_shape:
             return self._chunk_shape[0]
-        return max(1, _TOGETHER_BYTES // max(1, math.prod(self._shape[1:]) * self._dtype.itemsize))
+        return max(1, _READ_BYTES // max(1, math.prod(self._shape[1:]) * self._dtype.itemsize))
 
     @property
     def is_compressed(self) -> bool:

@@ -17,6 +17,8 @@ from braidax.data.storage.files import Bytes, Files
 from braidax.errors import ArgumentError, FormatError, RecordError
 
 _NEWLINE, _RETURN, _QUOTE = 10, 13, 34
+_AT_ONCE = 256  # records from which on it is quicker to parse them at once
+_MOST_MISSES = 8  # windows that were tried so in vain, after which it is not tried again
 
 
 def open_csv(
@@ -111,14 +113,26 @@ class _Rows(Decoder):
     def __init__(self, fields: Sequence[Field], names: Sequence[str], style: _Style) -> None:
         self._fields = list(fields)
         self._columns = [names.index(field.name) for field in fields]
+        self._names = list(names)
         self._num_fields = len(names)
         self._style = style
+        self._num_misses = 0
 
     @property
     def sample_spec(self) -> Any:
         return {field.name: field.spec for field in self._fields}
 
     def decode(self, payloads: Sequence[Bytes], indices: Indices, out: Any, where: Callable[[int], str]) -> None:
+        if len(payloads) >= _AT_ONCE and self._num_misses < _MOST_MISSES:
+            from braidax.data.formats.records.csv_windows import parsed_at_once  # not with `import braidax`
+
+            style = self._style
+            found = parsed_at_once(payloads, self._fields, self._names, style.delimiter, style.quotes)
+            if found is not None:
+                for field, values in zip(self._fields, found, strict=True):
+                    field.store(values, out[field.name], where)
+                return
+            self._num_misses += 1
         rows = [
             self._style.split(payload, self._num_fields, lambda row=row: where(row))
             for row, payload in enumerate(payloads)

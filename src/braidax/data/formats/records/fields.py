@@ -54,7 +54,7 @@ class Field:
         """The dtype of 64 bits in which its numbers are checked; that of bools for bools."""
         return _WIDE.get(self.dtype.kind, _WIDE["f"])
 
-    def store(self, values: Sequence[Any], out: NDArray[Any], where: Callable[[int], str]) -> None:
+    def store(self, values: Sequence[Any] | NDArray[Any], out: NDArray[Any], where: Callable[[int], str]) -> None:
         """Puts values into place.
 
         **Arguments:** `values`: one a record: numbers, text, bytes, lists or arrays. `out`: as `Source.read` gets it.
@@ -89,7 +89,7 @@ class Field:
             raise self._of_another_shape((int(counts[wrong[0]]),), where(int(wrong[0])))
         out[...] = numbers.reshape(out.shape)
 
-    def _check_shapes(self, values: Sequence[Any], where: Callable[[int], str]) -> None:
+    def _check_shapes(self, values: Sequence[Any] | NDArray[Any], where: Callable[[int], str]) -> None:
         shape = self.shape or ()
         for row, value in enumerate(values):
             found = (len(value),) if len(shape) == 1 else _shape(value)

@@ -1,0 +1,68 @@
+"""Many records of CSV parsed at once by pyarrow, where it is installed and what it reads is what Python would."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from braidax.data.formats.records.fields import Field
+from braidax.data.storage.files import Bytes
+from braidax.errors import MissingExtra
+from braidax.extras import import_pyarrow, import_pyarrow_csv
+
+_WORDS = {word: [word, word.capitalize(), word.upper(), number] for word, number in (("true", "1"), ("false", "0"))}
+_HEX = (b"0x", b"0X")  # which pyarrow takes for integers, and Python does not
+
+
+def parsed_at_once(
+    payloads: Sequence[Bytes], fields: Sequence[Field], names: Sequence[str], delimiter: str, quotes: bool
+) -> list[Any] | None:
+    """Parses records that are no empty lines.
+
+    **Arguments:** `payloads`: the bytes of each. `fields`: to read. `names`: of all columns. `delimiter`. `quotes`:
+    whether fields may be quoted.
+
+    **Returns:** the values of each field, as `Field.store` takes them; None where pyarrow is not there, or where a
+    record needs a closer look: it may be wrong, or right in a way that pyarrow does not know.
+    """
+    data = b"\n".join([*payloads, b""])
+    is_integer = any(field.is_numeric and field.wide.kind in "iu" for field in fields)
+    if b"\r" in data or data.startswith(b"\xef\xbb\xbf") or (is_integer and any(prefix in data for prefix in _HEX)):
+        return None
+    try:
+        pa, csv = import_pyarrow(purpose="parsing CSV"), import_pyarrow_csv(purpose="parsing CSV")
+    except MissingExtra:
+        return None
+    try:
+        str(data, "utf-8")  # of columns, too, that are not read
+        kinds = {
+            field.name: pa.from_numpy_dtype(field.wide) if field.is_numeric else pa.large_string() for field in fields
+        }
+        table = csv.read_csv(
+            pa.BufferReader(data),
+            read_options=csv.ReadOptions(column_names=list(names), use_threads=False, block_size=len(data) + 1),
+            parse_options=csv.ParseOptions(
+                delimiter=delimiter,
+                quote_char='"' if quotes else False,
+                newlines_in_values=quotes,
+                ignore_empty_lines=False,
+            ),
+            convert_options=csv.ConvertOptions(
+                check_utf8=False,
+                column_types=kinds,
+                include_columns=list(kinds),
+                null_values=[],
+                strings_can_be_null=False,
+                true_values=_WORDS["true"],
+                false_values=_WORDS["false"],
+            ),
+        )
+    except (pa.ArrowException, UnicodeDecodeError, TypeError):
+        return None
+    if table.num_rows != len(payloads):
+        return None
+    columns = [table.column(field.name) for field in fields]
+    return [
+        np.asarray(column.to_numpy()) if field.is_numeric else column.to_pylist()
+        for field, column in zip(fields, columns, strict=True)
+    ]
