@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from braidax.tune.control.tuner import Tuner
     from braidax.tune.knobs.live import LiveKnob, apply_knobs, controllers_paused, hot_knobs, read_knobs
     from braidax.tune.knobs.rebuilding import checkpointer_options, fit_options, loader_options, parallelize_options
+    from braidax.tune.planning import plan
     from braidax.tune.search.cluster import Cluster
-    from braidax.tune.search.finding import Found, plan
+    from braidax.tune.search.finding import Found
     from braidax.tune.trials.climbing import Climb, Setting, Trial, climb
     from braidax.tune.trials.running import Course, try_settings
 
@@ -104,7 +105,7 @@ _HOMES = {
     "parallelize_options": "knobs.rebuilding",
     "Cluster": "search.cluster",
     "Found": "search.finding",
-    "plan": "search.finding",
+    "plan": "planning",
     "Climb": "trials.climbing",
     "Setting": "trials.climbing",
     "Trial": "trials.climbing",

@@ -1,4 +1,4 @@
-"""`plan`: the search for a mesh and strategies, of a loss as it is written for one device."""
+"""The search for a mesh and strategies, of a loss as it is written for one device."""
 
 import statistics
 import time
@@ -15,7 +15,6 @@ from braidax.parallel import DataParallel, PipelinedStep, Plan, Step, Strategy, 
 from braidax.parallel.plan.costs.machine import in_time, scaled
 from braidax.parallel.plan.planned.stages import PlannedPipeline
 from braidax.parallel.plan.text import table
-from braidax.program import specs_of
 from braidax.tune.control.comparing import compare
 
 from .candidates import candidates
@@ -104,36 +103,18 @@ class Found:
         return self.ranked.why() if self.at == self.ranked.order[0] else "the fastest of those that fit when compiled"
 
 
-def plan(
+def search(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
+    given: dict[str, Any],
     *,
-    init: Callable[..., Any],
-    batch: Any,
-    cluster: Cluster | None = None,
-    memory_bytes: int | None = None,
-    measure: int = 3,
-    devices: Sequence[Any] | None = None,
-    tell: Callable[[str], None] = lambda doing: None,
+    cluster: Cluster | None,
+    memory_bytes: int | None,
+    measure: int,
+    devices: Sequence[Any] | None,
+    tell: Callable[[str], None],
 ) -> Found:
-    """Searches for the mesh and the strategies with which a loss trains fastest.
-
-    All meshes × strategies × microbatches are priced by a model, with rows of tables and stages where the loss has a
-    use for them. Where the devices are here, the best are compiled, which says their memory exactly, and those that fit
-    are run, in turns.
-
-    **Arguments:** `loss_fn`, `optimizer`, `init`, `batch`: as of `parallelize`. `cluster`: devices that need not be
-    here, of which nothing is run; None: those that are, which are measured. `memory_bytes`: of a device, at most.
-    `measure`: how many candidates are compiled and run here, 1 or more. `devices`: of JAX, some of those here; None:
-    all. `tell`: is told what is being done, since compiling takes its time.
-
-    **Returns:** the winner and all others; `print` shows them. **Raises:** `ArgumentError` when a limit cannot be met.
-    """
-    if measure < 1:
-        raise ArgumentError(f"measure={measure}: expected how many candidates are compiled and run, 1 or more")
-    if memory_bytes is not None and memory_bytes < 1:
-        raise ArgumentError(f"memory_bytes={memory_bytes}: expected a size in bytes, such as 16 << 30")
-    given = {"init": init, "batch": specs_of(batch)}
+    """Does what `plan` says. **Arguments:** as of that; `given`: `init`, and `batch` as specs."""
     tell("compiling for one device")
     alone = _alone(loss_fn, optimizer, given, 1)
     used = [*(jax.devices() if devices is None else devices)]
