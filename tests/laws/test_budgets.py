@@ -20,7 +20,7 @@ EXCEPTIONS: dict[str, str] = {
     "braidax/data/open.py open": "one door for all formats; an option of another format is an error",
     "braidax/parallel/parallelize.py parallelize": "the face of parallel: each option is a question that users ask",
     "braidax/parallel/plan/model.py Model": "what a strategy may ask of a traced loss, each found when it is asked",
-    "braidax/tune/search/finding.py plan": "the face of the search: each option is a question that users ask",
+    "braidax/tune/planning.py plan": "the face of the search: each option is a question that users ask",
     "braidax/torch/loader.py DataLoader.__init__": "a drop-in takes what it stands in for takes",
 }  # "path qualname": why it may be larger than the budget
 
