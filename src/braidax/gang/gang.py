@@ -111,7 +111,7 @@ class Gang(ABC):
         self._ranks = self._begin(deadline)
         try:
             self._dispatch = Dispatch(self._ranks, self._worlds, self._size)
-            self._meet(deadline)
+            self._meet(deadline, self._all)
         except WaitTimeout as error:
             self._end(f"{str(error).partition(';')[0]}: call start()")
             raise WaitTimeout(f"{error}; all ranks were ended: allow more seconds, or see what they wrote") from None
@@ -247,22 +247,23 @@ class Gang(ABC):
         return Kept(name, self._job)
 
     @final
-    def replace(self, ranks: Sequence[int] = ()) -> None:
+    def replace(self, ranks: Sequence[int] = (), *, others: Literal["wait", "leave"] = "wait") -> None:
         """Starts another process for each lost rank, and returns when all ranks have met under the next epoch.
 
         The others stay, with what they keep; what the lost ones kept is gone. Nothing happens when none is lost.
 
         **Arguments:** `ranks`: to replace besides: they are ended by force, such as one that hangs. Calls that wait for
-        ranks that are lost are refused.
+        ranks that are lost are refused. `others`: "leave": those that stay may be busy, and all meet in their next
+        call; this returns when the new ones have met.
 
         **Raises:** `GangError` when no process can be started, `CallFailed` or `PeerLost` when a rank fails meanwhile;
         `WaitTimeout` when a rank is busy, or late. The gang stays as far as it is there: call it again.
         """
         asked = self._checked(ranks) if ranks else ()
         with self._replacing:
-            self._replace(asked)
+            self._replace(asked, others)
 
-    def _replace(self, asked: tuple[int, ...]) -> None:
+    def _replace(self, asked: tuple[int, ...], others: Literal["wait", "leave"]) -> None:
         dispatch, started = self._running(), self._ranks
         if started is None or not (asked or dispatch.lost):
             return
@@ -278,7 +279,7 @@ class Gang(ABC):
         except BaseException:
             self._interrupted()
             raise
-        self._meet(deadline)
+        self._meet(deadline, self._all if others == "wait" else lost)
 
     @final
     def restart(self) -> None:
@@ -369,12 +370,14 @@ class Gang(ABC):
             raise
         return call.take()
 
-    def _meet(self, deadline: float) -> None:
-        """Lets all ranks meet; a little after the deadline they tell why they could not."""
-        call = Call(Sent("meet", self._all), self._interrupted)
+    def _meet(self, deadline: float, ranks: tuple[int, ...]) -> None:
+        """Lets ranks meet; a little after the deadline they tell why they could not."""
+        call = Call(Sent("meet", ranks), self._interrupted)
         call.limit_seconds = self._start_seconds
         left = max(0.0, deadline - time.monotonic()) + OTHERS_SECONDS
-        self._hosts = tuple(self._result(call, left, limit_seconds=self._start_seconds))
+        hosts = self._result(call, left, limit_seconds=self._start_seconds)
+        found = dict(enumerate(self._hosts)) | dict(zip(ranks, hosts, strict=True))
+        self._hosts = tuple(found[rank] for rank in self._all)
 
     def _interrupted(self) -> None:
         self._end("it was interrupted: call restart()", "interrupt")

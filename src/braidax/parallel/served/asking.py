@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, final
 
@@ -11,6 +11,7 @@ from braidax.spans import span
 
 from .layouts.layout import Layout
 from .meetings.joining import Joined
+from .meetings.replacing import Replacing
 from .wire import Message, packed, unpacked
 
 _log = logging.getLogger("braidax")
@@ -22,12 +23,14 @@ class Asking:
     """Asks servers, from any thread, until closed.
 
     **Arguments:** `joined`: their world. `copies`: of each part. `spares`: how many servers, the last ones, have none.
+    `why_not`: as of `Replacing`.
 
     **Fields:** `num_ranks`: servers, spare ones included. `layout`: which of them have which parts.
     """
 
-    def __init__(self, joined: Joined, copies: int, spares: int = 0) -> None:
-        self._world, self._gang, self._run = joined.world, joined.gang, joined.meeting.job
+    def __init__(self, joined: Joined, copies: int, spares: int = 0, why_not: str = "") -> None:
+        self._world, self._joined, self._run = joined.world, joined, joined.meeting.job
+        self._replacing = Replacing(joined.meeting, why_not or joined.why_not)
         self.num_ranks, self._lost = joined.meeting.num_servers, set[int]()
         self.adopt(Layout((*range(self.num_ranks - spares),), copies))
         # A pull that waits for updates of others holds no push up.
@@ -111,8 +114,11 @@ class Asking:
             assert isinstance(last, PeerLost), "somebody was asked"
             num, rank = self.layout.copies, self.layout.ranks[part]
             copies = "its only copy" if num == 1 else f"all {num} copies"
+            why = (
+                f"lost servers were not replaced before: {self._replacing.why_not}; " if self._replacing.why_not else ""
+            )
             raise PeerLost(
-                f"server {rank} of {self.num_ranks} is lost, and {copies} of what it had of the tables: {last}; "
+                f"server {rank} of {self.num_ranks} is lost, and {copies} of what it had of the tables: {last}; {why}"
                 f"begin anew from the last checkpoint, with a gang that has all its ranks (gang.replace())",
                 rank,
                 last.host,
@@ -123,8 +129,8 @@ class Asking:
 
     @property
     def having(self) -> list[list[int]]:
-        """By part the servers that have it."""
-        return self._having
+        """By part the servers that have it, without those that are known to be lost, unless all are."""
+        return [self._holders(part) for part in range(self.layout.num_parts)]
 
     @property
     def spares(self) -> list[int]:
@@ -134,17 +140,42 @@ class Asking:
     @property
     def may_recover(self) -> bool:
         """Whether others may take the place of a server that is lost."""
-        return self.layout.copies > 1 and self.num_ranks > self.layout.num_parts
+        return self.layout.copies > 1
 
     def lost(self) -> list[int]:
         """Returns the servers that are known to be lost."""
         return sorted(self._lost | {rank for rank in self._world.lost if rank < self.num_ranks})
 
     def wanted(self) -> list[tuple[int, int]]:
-        """Returns which servers are lost that have parts, and which spare one is to take the place of each."""
+        """Returns which servers are lost that have parts, and which one is to take the place of each: a spare one, or,
+        where there is none and another process has come, the same. Where none has, it asks for one."""
+        if any(rank >= self.num_ranks for rank in self._world.lost):  # who trains: not all can meet again
+            return []
         lost = self.lost()
+        if any({*ranks} <= {*lost} for ranks in self.layout.having):  # nobody has what others would copy
+            return []
+        of_parts = [rank for rank in lost if rank in self.layout.ranks]
         spares = [spare for spare in self.spares if spare not in lost]
-        return [*zip((rank for rank in lost if rank in self.layout.ranks), spares, strict=False)]
+        pairs = [*zip(of_parts, spares, strict=False)]
+        if (others := of_parts[len(pairs) :]) and self._replacing.have_come(lost):
+            pairs += [(rank, rank) for rank in others]
+        return pairs
+
+    def call(self) -> int:
+        """Calls all servers, those that have come in place of lost ones included, to meet again.
+
+        **Returns:** the epoch, for `World.move`. **Raises:** as `TcpStore`.
+        """
+        lost = self.lost()
+        epoch = self._replacing.call(lost)
+        for rank in range(self.num_ranks):
+            if rank not in lost:
+                self.ask(rank, packed("meet", {"epoch": epoch}))
+        return epoch
+
+    def found(self, ranks: Collection[int]) -> None:
+        """Notes that servers that were lost are there, and have their parts, or none."""
+        self._lost.difference_update(ranks)
 
     def adopt(self, layout: Layout) -> None:
         """Asks the servers of another layout from now on."""
@@ -153,12 +184,15 @@ class Asking:
     def close(self) -> None:
         """Leaves the world. A second call does nothing."""
         self._pool.shutdown()
+        self._replacing.close()
         self._world.close()
         self._let_gang_notice()
+        if self._joined.kept is not None:
+            self._joined.kept.close()
 
     def _let_gang_notice(self) -> None:
         """Returns when the gang has seen all losses that messages told of first: `Gang.replace` brings back what it
         knows to be lost, and another run on the rest would wait for ranks that never come."""
-        deadline = time.monotonic() + _NOTICED_SECONDS
-        while self._gang is not None and not self._lost <= {*self._gang.lost} and time.monotonic() < deadline:
+        deadline, owner = time.monotonic() + _NOTICED_SECONDS, self._joined.owner
+        while owner is not None and not owner.knows(self._lost) and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.parallel.served.batches.agreeing import Agreement
 from braidax.parallel.served.batches.batch_rows import BatchRows, Reads, Rows, dropped_rows
@@ -25,6 +24,11 @@ from .on_servers.told import described
 from .programs import TableForm, TablePart, joined_sums
 from .whole_tables import WholeTables
 from .wire import Message, packed
+
+_APART = (
+    "asynchronous workers never wait for one another, and so at no moment servers have the same updates; let all call "
+    "step.resize(…) with one server fewer, which makes copies anew, or give ParameterServers a staleness"
+)
 
 
 @final
@@ -60,11 +64,11 @@ class Servers:
         self._world, self._closed = joined.world, False
         self._num_workers, self.worker = joined.meeting.num_workers, joined.worker
         self._travelling = travelling
-        self._asking = Asking(joined, copies, spares)
+        is_apart = staleness is None and self._num_workers > 1
+        self._asking = Asking(joined, copies, spares, _APART if is_apart else "")
         self.agreement = Agreement(self._asking, joined.meeting.num_workers, staleness)
         self._dense = dense(self.num_servers)
         self._whole = WholeTables(self._asking, forms)
-        self._workers: Communicator | None = None
         self._stack = contextlib.ExitStack()
         self._stack.callback(self._asking.close)
         try:
@@ -74,10 +78,10 @@ class Servers:
                     f"{f' and {spares} spare ones' if spares else ''}: expected as many at least"
                 )
             self._feedback = Feedback(forms, travelling.wire, self._asking.num_ranks)
-            self._workers = self._world.split(1) if self._num_workers > 1 else None
+            self._world.divide()
             more = {"staleness": staleness, "disk": disk, **travelling._asdict()}
             make = functools.partial(self._making, *described(forms), more)
-            self._resizing = Resizing(self._asking, make, self._workers, self.meet)
+            self._resizing = Resizing(self._asking, make, self._world, self.meet)
             self._stack.callback(self._resizing.close)
             self._first_asks(lambda part: make("make", part, self.num_servers))
             for rank in range(self._asking.num_ranks if self.worker == 0 and spares else 0):  # which resize needs
@@ -108,20 +112,22 @@ class Servers:
 
         **Raises:** `PeerLost` when one of them is gone.
         """
-        if self._workers is None:
+        if self._world.workers is None:
             return
         try:
             with span("comm", "meet"):
-                self._workers.barrier()
+                self._world.workers.barrier()
         except PeerLost as error:
             raise self._one_is_lost(str(error), error.rank, error.host) from error
 
-    def recover(self, settle: Callable[[], object]) -> None:
-        """Lets spare servers take the place of those that are lost; all processes call it, before an update.
+    def recover(self, num_updates: int, settle: Callable[[], object]) -> None:
+        """Lets others take the place of servers that are lost, where all who train have agreed to do that now.
 
-        **Arguments:** `settle`: returns when servers have all that was pushed.
+        **Arguments:** `num_updates`: that this one has taken. `settle`: as of `Resizing.recover`.
         """
-        self._resizing.recover(settle)
+        wants = self._asking.may_recover and self.worker == 0 and bool(self._asking.wanted())
+        if self.agreement.recovers(num_updates, wants="now" if wants else "no"):
+            self._resizing.recover(settle)
 
     def resize(self, num_servers: int) -> None:
         """Lets so many servers have the tables; all processes call it, when servers have all that was pushed.
@@ -140,14 +146,9 @@ class Servers:
         """That have parts of the tables: row `id` is on number `id % num_servers` of them."""
         return self._asking.layout.num_parts
 
-    @property
-    def may_recover(self) -> bool:
-        """Whether others may take the place of a server that is lost."""
-        return self._asking.may_recover
-
     def of_first(self, value: NDArray[Any]) -> NDArray[Any]:
         """Returns what the first of all has given; all call it."""
-        return value if self._workers is None else np.asarray(self._workers.broadcast(value))
+        return value if self._world.workers is None else np.asarray(self._world.workers.broadcast(value))
 
     def check_all_are_there(self, answers: Sequence[Message]) -> None:
         """Raises `PeerLost` where a server says that one who trains is gone, without whom no update is complete."""
@@ -196,6 +197,7 @@ class Servers:
     def forget(self) -> None:
         """Begins anew with what gradients of this process lose on their way: other rows come."""
         self._feedback.forget()
+        self.agreement.recovery = None
 
     def pull(
         self, batch: Mapping[str, BatchRows], *, known: Rows | None = None, at_least: int = 0, reads: Reads = "all"
@@ -316,8 +318,8 @@ class Servers:
         self.meet()
         taken = (
             [num_updates]
-            if self._workers is None
-            else [int(one) for one in self._workers.all_gather(np.array(num_updates))]
+            if self._world.workers is None
+            else [int(one) for one in self._world.workers.all_gather(np.array(num_updates))]
         )
         if len({*taken}) > 1:
             raise ArgumentError(
@@ -327,9 +329,9 @@ class Servers:
 
     def all_counts(self, count: int) -> list[int]:
         """Returns what each process that brings rows has given; all of them call it."""
-        if self._joined.bringers == 1 or self._workers is None:
+        if self._joined.bringers == 1 or self._world.workers is None:
             return [count]
-        return [int(one) for one in self._workers.all_gather(np.array(count))]
+        return [int(one) for one in self._world.workers.all_gather(np.array(count))]
 
     def brought(self) -> None:
         """Returns when all that bring rows have called it."""

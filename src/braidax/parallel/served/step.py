@@ -168,9 +168,7 @@ class ServedStep:
         self._check_state(state)
         self._check_batch(batch)
         placement = self._feed.placement
-        if self._servers.may_recover:
-            self._pushing.wait(behind=placement.staleness)
-            self._servers.recover(self._pushing.wait)
+        self._servers.recover(self._num_updates, self._quiet)
         pulling = self._pulling.take(jax.tree.leaves(batch), self._num_updates)
         if coming is not None:
             self._prepare(coming, self._num_updates + 1 + self._pulling.num_coming)
@@ -247,10 +245,14 @@ class ServedStep:
         **Raises:** `ArgumentError` for another number. `CallFailed` where a server has no room in its memory or on its
         disk; `PeerLost` where one is lost, or a process that trains: tables then stay where they were.
         """
-        self._pushing.wait()
-        self._pulling.wait()
+        self._quiet()
         self._servers.resize(num_servers)
         self._pulling.divide()
+
+    def _quiet(self) -> None:
+        """Returns when servers have all that was pushed, and nothing is being pulled; all processes call it."""
+        self._pushing.wait()
+        self._pulling.wait()
 
     def prepare_resize(self, num_servers: int) -> None:
         """Begins to copy rows to where `resize(num_servers)` wants them, and returns: training goes on meanwhile.

@@ -225,7 +225,7 @@ class WorkerStep:
         """
         self._check_state(state)
         self._check_batch(batch)
-        number = self._num_updates
+        self._servers.recover(number := self._num_updates, self._settle_alike)
         ahead = None if self._pulling is None else self._pulling.take(jax.tree.leaves(batch), number)
         if coming is not None:
             self._prepare(coming, number + 1 + (0 if self._pulling is None else self._pulling.num_coming))
@@ -353,8 +353,6 @@ class WorkerStep:
         no room; `PeerLost` where one is lost, or a worker: everything then stays where it was.
         """
         self._settle_alike()
-        if self._pulling is not None:
-            self._pulling.wait()
         self._dealing.resize(num_servers)
         if self._pulling is not None:
             self._pulling.divide()
@@ -365,8 +363,10 @@ class WorkerStep:
         self._dealing.prepare_resize(num_servers)
 
     def _settle_alike(self) -> None:
-        """Returns when all workers have called it, and servers have all that was pushed."""
+        """Returns when all workers have called it, servers have all that was pushed, and nothing is being pulled."""
         self._pushing.wait_for_own()
+        if self._pulling is not None:
+            self._pulling.wait()
         self._servers.check_alike(0 if self._strategy.staleness is None else self._num_updates)
 
     def close(self) -> None:

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 
-from braidax.comm import Communicator
 from braidax.errors import ArgumentError, BraidaxError, CallFailed, CommError, PeerLost, WaitTimeout
 from braidax.parallel.served.asking import Asking
+from braidax.parallel.served.meetings.world import World
 
 from .layout import Layout
 
@@ -40,41 +40,59 @@ class Resizing:
     """Changes which servers have which parts; all who train call a method, between two updates.
 
     **Arguments:** `asking`: whose layout changes. `make`: returns what makes room for a part of so many: kind, part,
-    parts. `workers`: who train, None for one. `meet`: returns when all of them have called it.
+    parts. `world`: of servers and those who train. `meet`: returns when all of these have called it.
     """
 
     def __init__(
         self,
         asking: Asking,
         make: Callable[[str, int, int], list[Any]],
-        workers: Communicator | None,
+        world: World,
         meet: Callable[[], None],
     ) -> None:
-        self._asking, self._make, self._workers, self._meet = asking, make, workers, meet
-        self._is_first = workers is None or workers.rank == 0
+        self._asking, self._make, self._world, self._meet = asking, make, world, meet
+        self._is_first = world.workers is None or world.workers.rank == 0
         self._ahead: _Ahead | None = None
         num_filled = asking.num_ranks * asking.layout.copies
         self._threads = ThreadPoolExecutor(1 + num_filled, thread_name_prefix="braidax-resizing")
 
     def recover(self, settle: Callable[[], object]) -> None:
-        """Lets spare servers take the place of those that are lost. **Arguments:** `settle`: returns when servers have
-        all that was pushed."""
-        if not self._asking.may_recover:
-            return
+        """Lets spare servers take the place of those that are lost, or those that have come in their place where none
+        is spare. **Arguments:** `settle`: returns when servers have all that was pushed, and nobody asks anything."""
         wanted = self._of_first(self._asking.wanted() if self._is_first else [])
         if not wanted:
             return
         settle()
-        for lost, spare in wanted:
-            begun = time.monotonic()
-            layout, words = self._asking.layout.replaced(lost, spare), f"to server {spare} in place of {lost}"
-            _, failed = self._change(layout, [spare], words)
+        begun = time.monotonic()
+        if any(lost == other for lost, other in wanted) and not self._meets_again(wanted):
+            wanted = [pair for pair in wanted if pair[0] != pair[1]]
+        for lost, other in wanted:
+            layout, words = self._asking.layout.replaced(lost, other), f"to server {other} in place of {lost}"
+            _, failed = self._change(layout, [other], words)
             if isinstance(failed, PeerLost):  # another one takes the place before the next update, if there is one
                 _log.warning("%s", failed)
             elif failed is not None:
                 raise failed
             else:
-                _log.warning("server %d has taken the place of %d in %.1f s", spare, lost, time.monotonic() - begun)
+                self._asking.found([other])
+                who = "another process" if lost == other else f"server {other}"
+                _log.warning("%s has taken the place of server %d in %.1f s", who, lost, time.monotonic() - begun)
+
+    def _meets_again(self, wanted: Sequence[Sequence[int]]) -> bool:
+        """Goes on in a world in which other processes are there in place of lost servers. **Returns:** whether."""
+        epoch = -1
+        if self._is_first:
+            self._give_up_ahead()
+            with contextlib.suppress(BraidaxError, OSError):  # they are asked for once more
+                epoch = self._asking.call()
+        epoch = self._of_first(epoch)
+        if epoch < 0:
+            return False
+        if why := self._world.move(epoch):
+            _log.warning("servers that have come in place of lost ones could not be met: %s", why)
+            return False
+        self._asking.found({*self._asking.spares} - {other for _, other in wanted})
+        return True
 
     def resize(self, num_servers: int) -> None:
         """Lets so many servers have parts. **Raises:** as `ServedStep.resize`."""
@@ -112,7 +130,7 @@ class Resizing:
         """Returns the layout for so many servers; None where there are as many."""
         if type(num_servers) is not int:
             raise ArgumentError(f"num_servers={num_servers!r}: expected a whole number of servers")
-        given = [num_servers] if self._workers is None else [int(one) for one in self._all(num_servers)]
+        given = [num_servers] if self._world.workers is None else [int(one) for one in self._all(num_servers)]
         if len({*given}) > 1:
             raise ArgumentError(f"num_servers={num_servers}, and processes say {given}: expected the same of all")
         former = self._asking.layout
@@ -212,7 +230,7 @@ class Resizing:
 
         **Arguments:** `is_over`: whether it is to end. **Returns:** the bytes that servers have sent to others.
         """
-        size, having = layout.num_parts, self._asking.layout.having
+        size, having = layout.num_parts, self._asking.having
         pairs = [(rank, part) for rank in targets for part in layout.parts_of(rank)]
         if what != "rest":
             self._at_once(lambda rank, part, _: self._told(rank, self._make("make coming", part, size)) and 0, pairs)
@@ -278,13 +296,13 @@ class Resizing:
 
     def _of_first(self, value: Any) -> Any:
         """Returns what the first of all has given, of JSON."""
-        if self._workers is None:
+        if self._world.workers is None:
             return json.loads(json.dumps(value))
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         self._meet()
-        return json.loads(bytes(np.asarray(self._workers.broadcast(text))))
+        return json.loads(bytes(np.asarray(self._world.workers.broadcast(text))))
 
     def _all(self, value: int) -> Sequence[Any]:
-        assert self._workers is not None, "there are several"
+        assert self._world.workers is not None, "there are several"
         self._meet()
-        return self._workers.all_gather(np.array(value))
+        return self._world.workers.all_gather(np.array(value))

@@ -2,39 +2,39 @@
 
 import contextlib
 import os
-import threading
 from collections.abc import Generator
 from typing import Any, Literal, NamedTuple
 
 import jax
 
-from braidax.comm import Communicator
-from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
+from braidax.errors import ArgumentError
 from braidax.gang import Gang
-from braidax.parallel.served.on_servers.holder import serve
 from braidax.program.coordination import coordination
 
 from .launched import call_servers, launched_servers, note_world
-from .meeting import Meeting, begin_meeting, find_meeting
+from .meeting import Meeting, find_meeting
+from .owning import Owner, owning
+from .world import World
 
 _TIMEOUT_SECONDS = 120.0
-_ENDED_SECONDS = 10.0  # that other servers may take to end when one is lost
-_LOOK_SECONDS = 0.2  # between looks whether servers are there, which others wait for
 
 
 class Joined(NamedTuple):
     """A world of servers and those who train.
 
-    **Fields:** `world`: servers first. `meeting`: by which it was joined. `worker`: which of those who train this is.
-    `gang`: whose ranks serve, where this process has it. `bringers`: among how many workers, the first ones, whole
-    tables are divided when these are read and written.
+    **Fields:** `world`. `meeting`: by which it was joined. `worker`: which of those who train this is. `bringers`:
+    among how many workers, the first ones, whole tables are divided when these are read and written. `owner`: of the
+    gang whose ranks serve, where this process has it. `kept`: is closed when the world is. `why_not`: as of
+    `Replacing`.
     """
 
-    world: Communicator
+    world: World
     meeting: Meeting
     worker: int
-    gang: Gang | None
     bringers: int
+    owner: Owner | None = None
+    kept: contextlib.ExitStack | None = None
+    why_not: str = ""
 
 
 def join_with_processes(gang: Gang | None, *, copies: int = 1, timeout_seconds: float = _TIMEOUT_SECONDS) -> Joined:
@@ -52,7 +52,7 @@ def join_with_processes(gang: Gang | None, *, copies: int = 1, timeout_seconds: 
     if worker > 0:
         assert others is not None, "there are several processes"
         meeting = find_meeting(others, timeout_seconds=timeout_seconds)
-        return Joined(meeting.join(meeting.num_servers + worker), meeting, worker, None, size)
+        return Joined(World(meeting, worker), meeting, worker, size)
     if gang is None and launched_servers():
         _check_one_jax(size)
         meeting = call_servers(num_workers=size, timeout_seconds=timeout_seconds, copies=copies)
@@ -61,21 +61,17 @@ def join_with_processes(gang: Gang | None, *, copies: int = 1, timeout_seconds: 
         return _joined_launched(meeting, worker, size)
     check_gang(gang)
     assert gang is not None, "it was checked"
-    with (
-        begin_meeting(
-            gang.hosts, num_workers=size, transport=gang.transport, timeout_seconds=timeout_seconds, others=others
-        ) as meeting,
-        _serving(gang, meeting),
-    ):
-        world = meeting.join(gang.size)
-    return Joined(world, meeting, worker, gang, size)
+    with contextlib.ExitStack() as stack:
+        owner = stack.enter_context(owning(gang, num_workers=size, timeout_seconds=timeout_seconds, others=others))
+        world = World(owner.meeting, worker)
+        return Joined(world, owner.meeting, worker, size, owner, stack.pop_all())
 
 
 def _joined_launched(meeting: Meeting, worker: int, bringers: int) -> Joined:
     """Joins servers of `braidax launch`, once all others do."""
-    world = meeting.join(meeting.num_servers + worker)
+    world = World(meeting, worker)
     note_world(world)
-    return Joined(world, meeting, worker, None, bringers)
+    return Joined(world, meeting, worker, bringers)
 
 
 def _check_one_jax(num_processes: int) -> None:
@@ -124,7 +120,7 @@ def join_alone(servers: Gang | Meeting | Any, *, copies: int = 1) -> Joined:
             f"servers is a meeting of {servers.num_workers} workers that does not say which this is: expected "
             f"servers=meeting.of_worker(number)"
         )
-    return Joined(servers.join(servers.num_servers + servers.worker), servers, servers.worker, None, 1)
+    return Joined(World(servers, servers.worker), servers, servers.worker, 1)
 
 
 @contextlib.contextmanager
@@ -141,43 +137,14 @@ def open_meeting(
     `parallelize(…, servers=meeting.of_worker(number))`. `reach`: "here", workers are on this host, or where the servers
     are; "all": on any. `timeout_seconds`: the limit of each wait, also for all to come.
 
-    **Returns:** a context, which is left when all have come, or later. **Raises:** `ArgumentError`; as `Gang.submit`.
+    **Returns:** a context, which is left when all have come, or later: until then it starts other servers in place of
+    lost ones, where the strategy has copies. **Raises:** `ArgumentError`; as `Gang.submit`.
     """
     check_gang(gang)
     if workers < 1:
         raise ArgumentError(f"workers={workers}: expected how many train, 1 or more")
-    with (
-        begin_meeting(
-            gang.hosts, num_workers=workers, transport=gang.transport, timeout_seconds=timeout_seconds, reach=reach
-        ) as meeting,
-        _serving(gang, meeting),
-    ):
-        yield meeting
-
-
-@contextlib.contextmanager
-def _serving(gang: Gang, meeting: Meeting) -> Generator[None, None, None]:
-    """Lets the ranks of a gang serve. Where one of them is lost before all have met, nobody waits for it."""
-    serving, left = gang.submit(serve, meeting), threading.Event()
-
-    def watch() -> None:
-        while not (serving.done or gang.lost):
-            if left.wait(_LOOK_SECONDS):
-                return
-        meeting.give_up("a server has ended")
-
-    watching = threading.Thread(target=watch, name="braidax-meeting")
-    watching.start()
-    try:
-        yield
-    except (CommError, WaitTimeout) as error:
-        if (serving.done or gang.lost) and not isinstance(error, PeerLost):
-            with contextlib.suppress(WaitTimeout):
-                serving.result(timeout_seconds=_ENDED_SECONDS)  # which says why they have not come
-        raise
-    finally:
-        left.set()
-        watching.join()
+    with owning(gang, num_workers=workers, timeout_seconds=timeout_seconds, reach=reach) as owner:
+        yield owner.meeting
 
 
 def check_gang(gang: Any) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from braidax.comm import Communicator
 from braidax.errors import ArgumentError, WaitTimeout
 from braidax.gang.program import CALLED, COPIES, SERVERS
 from braidax.gang.runner import scoped_store
 
 from .meeting import Meeting
+from .world import World
 
 _WAIT_SECONDS = 60.0  # of a server, for a step; it begins again until its job ends it
 
@@ -29,7 +29,7 @@ class _Calls:
     last one."""
 
     number: int = 0
-    world: weakref.ref[Communicator] | None = None
+    world: weakref.ref[World] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -60,7 +60,7 @@ def call_servers(*, num_workers: int, timeout_seconds: float, copies: int) -> Me
     return found
 
 
-def note_world(world: Communicator) -> None:
+def note_world(world: World) -> None:
     """Keeps in mind that the servers of this job serve a step of this process until the world is closed."""
     with _CALLS.lock:
         _CALLS.world = weakref.ref(world)

@@ -24,7 +24,7 @@ class Meeting:
 
     **Fields:** `address`: of the store, `"host:port"`; `secret`: its. `job`: names the world. `transport`: of messages.
     `timeout_seconds`: the limit of each wait. `num_servers`: the first ranks. `num_workers`: the ranks behind them.
-    `worker`: which of these joins by it; None where that is not said yet.
+    `worker`: which of these joins by it; None where that is not said yet. `epoch`: how often they were to meet before.
     """
 
     address: str
@@ -35,6 +35,7 @@ class Meeting:
     num_servers: int
     num_workers: int
     worker: int | None = None
+    epoch: int = 0
 
     def of_worker(self, number: int) -> "Meeting":
         """Returns it for one worker. **Arguments:** `number`: of it, 0 to `num_workers - 1`, each once."""
@@ -42,26 +43,37 @@ class Meeting:
             raise ArgumentError(f"worker {number} of {self.num_workers}: expected 0 <= number < {self.num_workers}")
         return replace(self, worker=number)
 
-    def join(self, rank: int) -> Communicator:
-        """Joins the world, once all others do. **Raises:** as `connect`."""
-        with self._store() as store:
-            return connect(
+    def again(self, epoch: int) -> "Meeting":
+        """Returns where all meet once more. **Arguments:** `epoch`: how often they were to before."""
+        return replace(self, epoch=epoch)
+
+    def join(self, rank: int, *, timeout_seconds: float | None = None) -> Communicator:
+        """Joins the world, once all others do.
+
+        **Arguments:** `timeout_seconds`: that this may take; None for the limit of each wait. **Raises:** as `connect`.
+        """
+        with self.store() as store:
+            world = connect(
                 store,
                 rank=rank,
                 size=self.num_servers + self.num_workers,
                 transport=self.transport,
                 job=self.job,
+                epoch=self.epoch,
                 on_loss="peer",
-                timeout_seconds=self.timeout_seconds,
+                timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds,
             )
+        world.timeout_seconds = self.timeout_seconds
+        return world
 
     def give_up(self, reason: str) -> None:
         """Lets those raise `Aborted` who wait in `join` for others. **Arguments:** `reason`: why not all will come."""
         # Nobody meets in a store that is gone.
-        with contextlib.suppress(CommError, WaitTimeout), self._store() as store:
-            give_up_meeting(store, job=self.job, epoch=0, reason=reason)
+        with contextlib.suppress(CommError, WaitTimeout), self.store() as store:
+            give_up_meeting(store, job=self.job, epoch=self.epoch, reason=reason)
 
-    def _store(self) -> TcpStore:
+    def store(self) -> TcpStore:
+        """Opens the store. **Raises:** as `TcpStore`."""
         host, _, port = self.address.rpartition(":")
         seconds = min(self.timeout_seconds, _STORE_SECONDS)
         return TcpStore(host, int(port), secret=self.secret, timeout_seconds=seconds)

@@ -11,7 +11,7 @@ from braidax.gang.program import SERVER
 from braidax.lifeline import LIFELINE, end_with
 from braidax.parallel.served.meetings.launched import await_call
 
-from .holder import serve_as
+from .serving import serve_as
 
 
 @final

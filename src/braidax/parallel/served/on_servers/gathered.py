@@ -37,16 +37,18 @@ class Agreements:
     def __init__(self) -> None:
         self._found: dict[int, Agreed] = {}
         self._members: dict[int, list[int]] = {}
-        self._end: int | None = None
+        self._due: dict[str, int] = {}
 
     def propose(self, about: str, step: int, value: Any) -> Any:
-        """Keeps what workers are to agree on, and returns that: the first it was told, but for an end that is over.
+        """Keeps what workers are to agree on, and returns that: the first it was told, but for an end that is over, or
+        a recovery.
 
-        **Arguments:** `step`: whose members, or how many updates who wants to end has taken.
+        **Arguments:** `step`: whose members, or how many updates who proposes something else has taken.
         """
-        if about == "end":
-            self._end = self._end if self._end is not None and self._end > step else value
-            return self._end
+        if about != "members":
+            if self._due.get(about, -1) <= step:
+                self._due[about] = value
+            return self._due[about]
         if step in self._found:
             return self._found[step].members
         self._members.pop(step - _KEPT, None)
@@ -55,7 +57,12 @@ class Agreements:
     @property
     def end(self) -> int | None:
         """Behind how many updates all workers end, if one of them has asked for it."""
-        return self._end
+        return self._due.get("end")
+
+    @property
+    def recovery(self) -> int | None:
+        """Behind how many updates others take the place of lost servers, as of the last time."""
+        return self._due.get("recovery")
 
     def keep(self, step: int, update: Update) -> None:
         """Keeps in mind by what an update was taken."""
@@ -75,7 +82,7 @@ class Agreements:
         """Begins anew."""
         self._found.clear()
         self._members.clear()
-        self._end = None
+        self._due.clear()
 
 
 def proposed(agreements: Agreements, fields: Mapping[str, Any]) -> Any:
@@ -85,8 +92,14 @@ def proposed(agreements: Agreements, fields: Mapping[str, Any]) -> Any:
     """
     about, step, value = fields["about"], int(fields["step"]), fields["value"]
     numbers = value if about == "members" else [value]
-    if about not in ("members", "end") or not isinstance(numbers, list) or any(type(one) is not int for one in numbers):
-        raise ArgumentError(f"workers would agree on {about}={value!r}: expected members, a list of ranks, or an end")
+    if (
+        about not in ("members", "end", "recovery")
+        or not isinstance(numbers, list)
+        or any(type(one) is not int for one in numbers)
+    ):
+        raise ArgumentError(
+            f"workers would agree on {about}={value!r}: expected members, a list of ranks, an end, or a recovery"
+        )
     return packed("agreed", {"value": agreements.propose(about, step, value)})
 
 

@@ -2,21 +2,18 @@
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from braidax.comm import Communicator
-from braidax.cores import usable_cores
-from braidax.errors import ArgumentError, WaitTimeout
-from braidax.parallel.served.meetings.meeting import Meeting
+from braidax.errors import ArgumentError
 from braidax.parallel.served.wire import Message, packed, unpacked
 
 from .moving import Moving, checked_having
 from .server import TableServer
 
-_LOOK_SECONDS = 0.5  # how long nobody asks before it is looked who is lost
 _NUM_MOVING = 4  # parts that are filled at a time
 _NO_ROWS = 1 << 62  # a part of so many, which no table has a row for
 
@@ -35,12 +32,20 @@ class Holder:
     the place of these are *coming*: they are made and filled while these are there still, and `commit` puts them in
     place, or `drop` lets go of them.
 
-    **Arguments:** `rank`: of this. `num_workers`: who train. `world`: in which other servers are asked. `threads`: as
-    of `Shard`.
+    **Arguments:** `rank`: of this. `num_workers`: who train. `world`: in which other servers are asked; it may be set.
+    `threads`: as of `Shard`. `meet`: begins to join another world, of an epoch.
     """
 
-    def __init__(self, rank: int, num_workers: int, world: Communicator, threads: Executor | None = None) -> None:
-        self._rank, self._num_workers, self._world, self._threads = rank, num_workers, world, threads
+    def __init__(
+        self,
+        rank: int,
+        num_workers: int,
+        world: Communicator,
+        threads: Executor | None = None,
+        meet: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._rank, self._num_workers, self.world, self._threads = rank, num_workers, world, threads
+        self._meet = meet
         self._parts: dict[int, TableServer] = {}
         self._coming: dict[int, _Coming] = {}
         self._gone: set[int] = set()  # who trained
@@ -63,6 +68,9 @@ class Holder:
                 case "prepare":
                     self._moving.submit(self._prepare, rank, message)
                     return packed("preparing")
+                case "meet":
+                    self._meet(int(message.fields["epoch"]))
+                    return packed("meeting")
                 case "fill":
                     return self._fill(message.fields)
                 case "commit":
@@ -133,8 +141,8 @@ class Holder:
                 f"part {fields['part']} of server {self._rank} {state}: expected it to be made, and filled by one"
             )
         if coming.moving is None:
-            having = checked_having(fields["having"], self._world.size)
-            coming.moving = Moving(coming.part, having, self._parts, self._lock, self._world.ask)
+            having = checked_having(fields["having"], self.world.size)
+            coming.moving = Moving(coming.part, having, self._parts, self._lock, self.world.ask)
         coming.filling = self._moving.submit(_copied_ahead if fields["ahead"] else _filled_on, coming.moving)
         return coming.filling
 
@@ -206,35 +214,3 @@ def _filled_on(moving: Moving) -> Any:
 def _copied_ahead(moving: Moving) -> Any:
     moving.copy_ahead()
     return packed("copied", {"is_copied": moving.is_copied, "num_bytes": moving.num_bytes})
-
-
-def serve(comm: Communicator, meeting: Meeting) -> None:
-    """Serves tables as one rank of a gang. **Arguments:** `comm`: of the gang. `meeting`: as of `serve_as`."""
-    serve_as(comm.rank, meeting)
-
-
-def serve_as(rank: int, meeting: Meeting) -> None:
-    """Serves tables until those who ask are gone.
-
-    **Arguments:** `rank`: which of the servers this is. `meeting`: where servers and those who ask meet.
-    """
-    num_servers, num_workers, lost = meeting.num_servers, meeting.num_workers, set[int]()
-    world = meeting.join(rank)
-    with world, ThreadPoolExecutor(usable_cores(), "braidax-rows") as threads:
-        holder = Holder(rank, num_workers, world, threads)
-        if num_workers > 1:
-            world.split(0)
-        with contextlib.closing(holder), world.serve(holder.handle) as serving:
-            for other in range(num_servers):  # servers are not waited for, though one may ask to fill its part
-                if other != rank:
-                    world.end_asking(other)
-            while True:
-                try:
-                    serving.wait(_LOOK_SECONDS)
-                except WaitTimeout:  # who is lost is not waited for by others
-                    for one in sorted(world.lost - lost):
-                        lost.add(one)
-                        if one >= num_servers:
-                            holder.lose(one)
-                else:
-                    return

@@ -173,7 +173,8 @@ class TableServer:
         if self._dense is not None and reads != "rows":
             values = self._dense.values() if reads == "all" else self._dense.read()
             found |= {f"dense/{at}": value for at, value in enumerate(values)}
-        return packed("rows", {"step": self._updates.step, "end": self._agreements.end}, found)
+        due = {"end": self._agreements.end, "recovery": self._agreements.recovery}
+        return packed("rows", {"step": self._updates.step, **due}, found)
 
     def _stage(self, rank: int, message: Message) -> Any:
         """Takes the gradients of an update, for a push that has the numbers."""
