@@ -17,10 +17,12 @@ import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
 from braidax.errors import ArgumentError
 from braidax.parallel.given.arrays import place
+from tests.gang.clusters import until
 from tests.parallel.workers.teams import BATCH, batches, make_step, own_part
 
 NUM_STEPS, SAVED, DEADLY = 8, 4, 6
 WORKERS = 2
+KILLED = {2: 1, DEADLY: 0}  # servers, by step
 
 
 def pid_of_server(number: int) -> int:
@@ -95,6 +97,21 @@ def copies() -> None:
         tell(losses=losses, words=step.table("words").tolist())
 
 
+def replaced() -> None:
+    """Trains while both servers are killed that have copies of one another's rows: the second one when the first is
+    there again."""
+    with make_step(None, bx.Hybrid(tables=bx.Served(copies=2))) as step:
+        state, losses = step.init(jax.random.key(0)), list[float]()
+        for number, batch in enumerate(batches(NUM_STEPS)):
+            if number == SAVED:
+                until(step._servers._asking.wanted)
+            if number in KILLED:
+                kill(pid_of_server(KILLED[number]))
+            state, metrics = step.update(state, place(batch, step.batch_shardings))
+            losses.append(float(metrics["loss"]))
+        tell(losses=losses, words=step.table("words").tolist())
+
+
 def stopped() -> None:
     """Waits to be stopped, and reads variables from the servers then."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
@@ -110,4 +127,4 @@ def stopped() -> None:
 
 
 if __name__ == "__main__":
-    {"saved": saved, "workers": workers, "copies": copies, "stopped": stopped}[sys.argv[1]](*sys.argv[2:])
+    {"saved": saved, "workers": workers, "copies": copies, "replaced": replaced, "stopped": stopped}[sys.argv[1]](*sys.argv[2:])

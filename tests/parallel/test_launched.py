@@ -105,10 +105,14 @@ def test_workers_train_one_step_after_the_other(launched: Launch) -> None:
     assert_trained_by_workers(log)
 
 
-def test_a_server_of_whose_rows_there_are_copies_may_die(launched: Launch) -> None:
-    code, log = launched("copies", processes=1, servers=2)
+def test_a_server_of_whose_rows_there_are_copies_is_replaced(launched: Launch) -> None:
+    """And then the other one, that has what another process was given in place of the first."""
+    code, log = launched("replaced", processes=1, servers=2)
     assert code == 0, log
-    assert re.search(r"launch: server 1 \(pid \d+\) was ended by signal 9 .*; the program has copies of what it", log)
+    for number in (1, 0):
+        died = rf"launch: server {number} \(pid \d+\) was ended by signal 9 .*; the program has copies of what it had, "
+        assert re.search(died + "and goes on; starts another one", log), log
+    assert "another process has taken the place of server 1" in log
     assert_trained(log)
 
 
@@ -135,6 +139,7 @@ def test_a_server_of_a_host_of_whose_rows_there_are_copies_may_die(launched_over
     code, log = launched_over_ssh("copies", hosts=[Host("a"), Host("b", num_servers=2)])
     assert code == 0, log
     assert re.search(r"launch: server 1 \(host b, pid \d+\) was ended by signal 9 .*; the program has copies", log)
+    assert "are not replaced: braidax launch starts no other server on --hosts; give the step one that is spare" in log
     assert_trained(log)
 
 

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import TextIOBase
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from braidax.comm import Store, TcpStoreServer
 from braidax.comm.environment import without_place
 from braidax.errors import ArgumentError, GangError, WaitTimeout
 from braidax.gang.processes import Command, Ending, Processes, Writer, print_lines
-from braidax.gang.program import CALLED, COPIES, SERVERS, Program, Seat, ServerSeat, shares_of_gpus
+from braidax.gang.program import CALLED, COPIES, IN_PLACE, REPLACES, SERVERS, Program, Seat, ServerSeat, shares_of_gpus
 from braidax.gang.runner import CONSEQUENCE, FIRST_FAILED, scoped_store
 
 GRACE_SECONDS = 30.0
@@ -89,9 +89,10 @@ def launch_here(
 
     **Arguments:** `servers`: how many processes besides have tables or variables for the program's steps
     (`Hybrid(tables="servers")`, `ParameterServers`). They end when the program has; one that ends before fails as a
-    rank does, unless there are copies of what it had. `restarts`: how often all are started again, as the next epoch,
-    after one has failed. `transport`: of `braidax.comm.from_environment`. `grace_seconds`: that they may take for a
-    last checkpoint when they are to stop. `log`: where lines go; None is `sys.stdout` and `sys.stderr`.
+    rank does, unless there are copies of what it had: where a signal has ended it, another one is started. `restarts`:
+    how often all are started again, as the next epoch, after one has failed. `transport`: of
+    `braidax.comm.from_environment`. `grace_seconds`: that they may take for a last checkpoint when they are to stop.
+    `log`: where lines go; None is `sys.stdout` and `sys.stderr`.
 
     **Returns:** the exit code of the process that failed first in the last epoch, as a shell tells it; 0 if none did.
     **Raises:** `ArgumentError`, `GangError` when it cannot be started.
@@ -117,30 +118,41 @@ def launch_here(
         tell_of_killed([number for number in killed if number < num_processes], log)
 
     def run(epoch: int) -> Failed | None:
-        told = job.environment(server.address, epoch) | ({SERVERS: str(servers)} if servers else {})
+        told = job.environment(server.address, epoch) | ({SERVERS: str(servers), REPLACES: "1"} if servers else {})
         started_as = [(program.command, seat.environment) for seat in seats]
         started_as += [(place.command, place.environment) for place in places]
         commands = [
             Command((sys.executable, *command), {**outside, **told, **environment}, str(Path.cwd()))
             for command, environment in started_as
         ]
-        with started(commands, print_lines(prefixes, log), stop=stop) as processes:
-            return _Epoch(processes, names, num_processes, told, log).wait()
+        shown = [*prefixes]
+        with started(commands, print_lines(shown, log), stop=stop) as processes:
+            return _Epoch(processes, commands, names, shown, told, log).wait()
 
     with TcpStoreServer(secret=job.secret) as server:
         return repeated(run, restarts, log)
 
 
 class _Epoch:
-    """The processes of an epoch while they run: ranks first, then servers.
+    """The processes of an epoch while they run: ranks first, then servers, and then others in place of these.
 
-    **Arguments:** `names`: of all processes. `told`: the variables of the epoch.
+    **Arguments:** `commands`, `names`: of all that were started. `prefixes`: of their lines, to which those of others
+    are added. `told`: the variables of the epoch.
     """
 
     def __init__(
-        self, processes: Processes, names: Sequence[str], num_ranks: int, told: dict[str, str], log: TextIOBase | None
+        self,
+        processes: Processes,
+        commands: Sequence[Command],
+        names: Sequence[str],
+        prefixes: list[str],
+        told: dict[str, str],
+        log: TextIOBase | None,
     ) -> None:
-        self._processes, self._names, self._num_ranks, self._told, self._log = processes, names, num_ranks, told, log
+        self._processes, self._commands, self._names, self._prefixes = processes, [*commands], [*names], prefixes
+        self._told, self._log = told, log
+        self._num_servers = int(told.get(SERVERS, "0"))
+        self._num_ranks = len(names) - self._num_servers
         self._endings: dict[int, Ending] = {}
         self._spared: set[int] = set()  # servers that the program goes on without
 
@@ -149,7 +161,7 @@ class _Epoch:
         while sum(number < self._num_ranks for number in self._endings) < self._num_ranks and not self._failed():
             self._look(None)
         if not self._failed():
-            if len(self._names) > self._num_ranks:
+            if self._num_servers:
                 tell_of_idle(self._told, self._log)
             return None
         ending = self._endings[first_failed(self._failed, self._look, self._told)]
@@ -161,7 +173,23 @@ class _Epoch:
             self._endings[ending.number] = ending
             if ending.number >= self._num_ranks and has_copies(self._told):
                 self._spared.add(ending.number)
-                tell_of_copies(f"{self._names[ending.number]} (pid {ending.pid})", ending.how, self._log)
+                name = f"{self._names[ending.number]} (pid {ending.pid})"
+                tell_of_copies(name, ending.how, "starts another one" if ending.status < 0 else "", self._log)
+                if ending.status < 0:  # who ends by itself might do so again and again
+                    self._start_in_place_of(ending.number)
+
+    def _start_in_place_of(self, number: int) -> None:
+        """Starts another server. What keeps the system from that it is told, and the program goes on."""
+        former = self._commands[number]
+        command = replace(former, environment={**former.environment, IN_PLACE: "1"})
+        self._names.append(self._names[number])
+        self._commands.append(command)
+        self._prefixes.append(self._prefixes[number])
+        try:
+            self._processes.add([command])
+        except OSError as error:
+            _tell(f"the system started no other {self._names.pop()} ({error})", self._log)
+            del self._commands[-1], self._prefixes[-1]
 
     def _failed(self) -> list[tuple[int, int]]:
         """Returns number and status of those that have failed; a server that has ended before all ranks has."""
@@ -198,9 +226,9 @@ def has_copies(told: dict[str, str]) -> bool:
         return int(_value(store, COPIES) or b"1") > 1
 
 
-def tell_of_copies(name: str, how: str, log: TextIOBase | None) -> None:
-    """Says that a server has ended, and the program goes on."""
-    _tell(f"{name} {how}; the program has copies of what it had, and goes on", log)
+def tell_of_copies(name: str, how: str, then: str, log: TextIOBase | None) -> None:
+    """Says that a server has ended, and the program goes on. **Arguments:** `then`: what is done besides."""
+    _tell(f"{name} {how}; the program has copies of what it had, and goes on{then and f'; {then}'}", log)
 
 
 def tell_of_idle(told: dict[str, str], log: TextIOBase | None) -> None:

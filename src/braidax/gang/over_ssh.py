@@ -161,7 +161,7 @@ class _Epoch:
             return
         if self._goes_on_without(number):
             self._spared.add(number)
-            tell_of_copies(self._called(number, report), report.how, self._log)
+            tell_of_copies(self._called(number, report), report.how, "", self._log)
             return
         self._reports.append((number, report))
         if self._processes is not None:

@@ -11,6 +11,10 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 SERVERS, SERVER = "BRAIDAX_SERVERS", "BRAIDAX_SERVER"
 """The variables that say how many servers a job has, and to a server which it is."""
 
+REPLACES, IN_PLACE = "BRAIDAX_REPLACES", "BRAIDAX_IN_PLACE"
+"""The variables that say that other servers are started in place of lost ones, and to a server that it is such a one.
+"""
+
 CALLED, COPIES = "launch/servers-called", "launch/copies"
 """Keys of the store: where servers and ranks meet (behind a slash, how often they have before), and on how many servers
 lies whatever is on one."""

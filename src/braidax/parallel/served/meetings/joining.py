@@ -11,7 +11,7 @@ from braidax.errors import ArgumentError
 from braidax.gang import Gang
 from braidax.program.coordination import coordination
 
-from .launched import call_servers, launched_servers, note_world
+from .launched import call_servers, launched_servers, note_world, why_not_replaced
 from .meeting import Meeting, find_meeting
 from .owning import Owner, owning
 from .world import World
@@ -71,7 +71,7 @@ def _joined_launched(meeting: Meeting, worker: int, bringers: int) -> Joined:
     """Joins servers of `braidax launch`, once all others do."""
     world = World(meeting, worker)
     note_world(world)
-    return Joined(world, meeting, worker, bringers)
+    return Joined(world, meeting, worker, bringers, why_not=why_not_replaced())
 
 
 def _check_one_jax(num_processes: int) -> None:

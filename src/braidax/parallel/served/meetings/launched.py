@@ -3,24 +3,36 @@
 import json
 import os
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from braidax.errors import ArgumentError, WaitTimeout
-from braidax.gang.program import CALLED, COPIES, SERVERS
+from braidax.gang.program import CALLED, COPIES, REPLACES, SERVERS
 from braidax.gang.runner import scoped_store
 
 from .meeting import Meeting
+from .replacing import called_to, come, open_keys, value_of, wanted_ranks
 from .world import World
 
 _WAIT_SECONDS = 60.0  # of a server, for a step; it begins again until its job ends it
+_LOOK_SECONDS = 0.2  # between looks of one that was started in place of another
+_NO_OWNER = (
+    "braidax launch starts no other server on --hosts; give the step one that is spare (spares=1), or all processes to "
+    "one host"
+)
 
 
 def launched_servers(environ: Mapping[str, str] = os.environ) -> int:
     """Returns how many servers the job of this process has, 0 for none."""
     return int(environ.get(SERVERS, "0"))
+
+
+def why_not_replaced(environ: Mapping[str, str] = os.environ) -> str:
+    """Returns why nobody starts other servers of this job in place of lost ones; empty where that is done."""
+    return "" if REPLACES in environ else _NO_OWNER
 
 
 @dataclass
@@ -75,6 +87,40 @@ def await_call(number: int, environ: Mapping[str, str] = os.environ) -> Meeting:
         except WaitTimeout:
             continue
         return _meeting(environ, number, **call)
+
+
+def note_joins(number: int, rank: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Notes that a server joins those who meet. **Arguments:** `number`: of meetings before. `rank`: its own."""
+    with scoped_store(environ) as store:
+        store.set(f"{CALLED}/{number}/joined/{rank}", b"")
+
+
+def await_place(rank: int, environ: Mapping[str, str] = os.environ) -> tuple[int, Meeting]:
+    """Returns where a server meets others that was started in place of one that is lost: once more, where who trains
+    wants that, or for the next step.
+
+    **Arguments:** `rank`: its own. **Returns:** the number of meetings before, and where.
+    """
+    with scoped_store(environ) as store:
+        called = 0
+        while value_of(store, f"{CALLED}/{called}") is not None:
+            called += 1
+        if called == 0 or value_of(store, f"{CALLED}/{called - 1}/joined/{rank}") is None:
+            number = max(0, called - 1)
+            return number, await_call(number, environ)
+        meeting, wanted, has_come = await_call(called - 1, environ), 0, False
+        with open_keys(meeting) as keys:
+            while value_of(store, f"{CALLED}/{called}") is None:
+                while not has_come and (ranks := wanted_ranks(keys, wanted)) is not None:
+                    if rank in ranks and called_to(keys, meeting, wanted) is None:
+                        come(keys, wanted, rank)
+                        has_come = True
+                    else:
+                        wanted += 1
+                if has_come and (found := called_to(keys, meeting, wanted)) is not None:
+                    return called - 1, found
+                time.sleep(_LOOK_SECONDS)
+        return called, await_call(called, environ)
 
 
 def _meeting(environ: Mapping[str, str], number: int, num_workers: int, timeout_seconds: float) -> Meeting:

@@ -1,15 +1,15 @@
 """A server that `braidax launch --servers` has started: it serves one step after the other, until its job ends it."""
 
-import itertools
 import os
 import signal
 import sys
 from types import FrameType
 from typing import final
 
-from braidax.gang.program import SERVER
+from braidax.errors import BraidaxError
+from braidax.gang.program import IN_PLACE, SERVER
 from braidax.lifeline import LIFELINE, end_with
-from braidax.parallel.served.meetings.launched import await_call
+from braidax.parallel.served.meetings.launched import await_call, await_place, note_joins
 
 from .serving import serve_as
 
@@ -32,14 +32,24 @@ def main() -> None:
     """Serves as the environment says. It ends by SIGTERM, when those who train have taken their last checkpoint."""
     if LIFELINE in os.environ:
         end_with(int(os.environ.pop(LIFELINE)))
-    termination = _Termination()
-    for number in itertools.count():
-        meeting = await_call(number)
+    termination, rank = _Termination(), int(os.environ[SERVER])
+    number, meeting = await_place(rank) if IN_PLACE in os.environ else (0, await_call(0))
+    while True:
         termination.is_needed = True
-        serve_as(int(os.environ[SERVER]), meeting)
-        termination.is_needed = False
+        try:
+            note_joins(number, rank)
+            serve_as(rank, meeting)
+        except BraidaxError:
+            if not meeting.epoch:
+                raise
+            number, meeting = await_place(rank)  # others have not come, and go on without it
+            continue
+        finally:
+            termination.is_needed = False
         if termination.is_due:
             break
+        number += 1
+        meeting = await_call(number)
 
 
 if __name__ == "__main__":
