@@ -131,6 +131,23 @@ def check_a_lost_rank_is_replaced(gang: Gang, folder: Path) -> None:
     gang.delete("x")
 
 
+def check_a_rank_is_replaced_while_others_are_busy(gang: Gang, folder: Path) -> None:
+    """Those go on with their call, and meet the new one in the next."""
+    gang.put("x", [1, 2, 3])
+    epoch = gang.epoch
+    busy = gang.submit(wait_for_file, str(folder / "go"), ranks=[0, 2])
+    gang.replace([1], others="leave")
+    assert gang.lost == ()
+    assert gang.lacking("x") == (1,)
+    assert gang.run(make, 7, ranks=[1], keep="x") == [None]
+    assert not busy.done
+    (folder / "go").touch()
+    assert busy.result(timeout_seconds=clusters.UNTIL_SECONDS) == [(0, 2), (1, 2)]
+    assert gang.run(total, 1.0) == [3.0] * 3
+    assert (gang.epoch, len(gang.hosts)) == (epoch + 1, 3)
+    gang.delete("x")
+
+
 def check_an_idle_rank_that_is_lost_is_named(gang: Gang, folder: Path) -> None:
     """It is known before the next call, which says so as if it had been lost then."""
     pid = gang.run(clusters.pid_of)[2]
@@ -420,4 +437,5 @@ CHECKS: list[Callable[[Gang, Path], None]] = [
     check_a_limit_ends_the_call_alone,
     check_what_is_deleted_later_is_gone_behind_the_next_run,
     check_large_arguments_are_their_own,
+    check_a_rank_is_replaced_while_others_are_busy,
 ]

@@ -127,4 +127,6 @@ def stopped() -> None:
 
 
 if __name__ == "__main__":
-    {"saved": saved, "workers": workers, "copies": copies, "replaced": replaced, "stopped": stopped}[sys.argv[1]](*sys.argv[2:])
+    {"saved": saved, "workers": workers, "copies": copies, "replaced": replaced, "stopped": stopped}[sys.argv[1]](
+        *sys.argv[2:]
+    )

@@ -18,9 +18,9 @@ import pytest
 import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
 from braidax.comm import Communicator
-from braidax.errors import CallFailed, PeerLost
+from braidax.errors import CallFailed, GangError, PeerLost
 from braidax.gang import LocalGang
-from tests.gang.clusters import until
+from tests.gang.clusters import is_running, until
 from tests.parallel.workers.teams import BATCH, READ, WORDS, assert_close, batches, make_step, one_device, own_part
 
 NUM_STEPS, EVERY, WORKERS, SERVERS = 12, 4, 2, 3
@@ -76,10 +76,13 @@ def kill_later(pid: int, seconds: float) -> threading.Timer:
     return timer
 
 
-def replace(gang: LocalGang, rank: int) -> None:
-    """Starts another process in place of one that was killed, once the gang knows of it."""
-    until(lambda: rank in gang.lost)
-    gang.replace()
+def replace(gang: LocalGang, rank: int, pid: int) -> None:
+    """Starts another process in place of one that was killed, once the gang knows of it, unless the run has."""
+    until(lambda: rank in gang.lost or not is_running(pid))
+    try:
+        gang.run(own_pid)
+    except (PeerLost, GangError):
+        gang.replace()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -89,16 +92,17 @@ def test_synchronous_training_resumes_exactly(
     """A worker and a server are lost; both are replaced, and all begin again from the last checkpoint."""
     drawn = random.Random(seed)
     killed = {gang: drawn.randrange(gang.size) for gang in (workers, servers)}
-    timers = [kill_later(gang.run(own_pid)[rank], drawn.uniform(0, 4)) for gang, rank in killed.items()]
+    pids = [gang.run(own_pid)[rank] for gang, rank in killed.items()]
+    timers = [kill_later(pid, drawn.uniform(0, 4)) for pid in pids]
     found: Any = None
     try:
         with bx.open_meeting(servers, workers=WORKERS) as meeting:
             found = workers.run(resumed, meeting, str(tmp_path))[0]
     except (PeerLost, CallFailed):
         pass  # otherwise both were killed when it was over, or the worker was
-    for timer, (gang, rank) in zip(timers, killed.items(), strict=True):
+    for timer, pid, (gang, rank) in zip(timers, pids, killed.items(), strict=True):
         timer.join()
-        replace(gang, rank)
+        replace(gang, rank, pid)
     if found is None:
         with bx.open_meeting(servers, workers=WORKERS) as meeting:
             found = workers.run(resumed, meeting, str(tmp_path))[0]
@@ -158,8 +162,8 @@ def test_asynchronous_training_loses_no_push_that_was_acknowledged(
             timer.join()
         with pytest.raises(PeerLost):
             running[1].result(timeout_seconds=100)
-    for gang, rank in killed.items():
-        replace(gang, rank)
+    for pid, (gang, rank) in zip(pids, killed.items(), strict=True):
+        replace(gang, rank, pid)
     acknowledged = len((tmp_path / "1").read_text().splitlines())
     np.testing.assert_array_equal(moved[:OWN], 1)
     second = moved[OWN:]

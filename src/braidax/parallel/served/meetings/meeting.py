@@ -72,10 +72,10 @@ class Meeting:
         with contextlib.suppress(CommError, WaitTimeout), self.store() as store:
             give_up_meeting(store, job=self.job, epoch=self.epoch, reason=reason)
 
-    def store(self) -> TcpStore:
-        """Opens the store. **Raises:** as `TcpStore`."""
+    def store(self, timeout_seconds: float = _STORE_SECONDS) -> TcpStore:
+        """Opens the store. **Arguments:** `timeout_seconds`: the limit of a wait at most. **Raises:** as `TcpStore`."""
         host, _, port = self.address.rpartition(":")
-        seconds = min(self.timeout_seconds, _STORE_SECONDS)
+        seconds = min(self.timeout_seconds, timeout_seconds)
         return TcpStore(host, int(port), secret=self.secret, timeout_seconds=seconds)
 
     def to_json(self) -> bytes:

@@ -18,6 +18,7 @@ from .meeting import Meeting
 
 _log = logging.getLogger("braidax")
 _SLICE_SECONDS = 0.5  # of a wait
+_KEYS_SECONDS = 3.0  # that a store may take which was there before
 _NO_OWNER = (
     "nobody starts another server, as the place where all have met is gone: keep the context of open_meeting open, in "
     "the process that has the gang, as long as workers train"
@@ -27,7 +28,7 @@ _NO_OWNER = (
 @contextlib.contextmanager
 def open_keys(meeting: Meeting) -> Generator[Store]:
     """Opens the keys of a run in the store where it meets. **Raises:** as `TcpStore`."""
-    with meeting.store() as store:
+    with meeting.store(_KEYS_SECONDS) as store:
         yield ScopedStore(store, job=f"{meeting.job} replaced", epoch=0)
 
 

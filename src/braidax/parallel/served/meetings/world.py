@@ -65,6 +65,7 @@ class World:
                 came = meeting.join(self._rank, timeout_seconds=MOVE_SECONDS)
         except (BraidaxError, OSError) as error:
             why = f"{type(error).__name__}: {error}"
+            meeting.give_up(why)
         try:
             found = [why]
             if self.workers is not None:
