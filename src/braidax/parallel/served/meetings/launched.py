@@ -14,7 +14,7 @@ from braidax.gang.program import CALLED, COPIES, REPLACES, SERVERS
 from braidax.gang.runner import scoped_store
 
 from .meeting import Meeting
-from .replacing import called_to, come, open_keys, value_of, wanted_ranks
+from .replacing import called, come, open_keys, value_of, wanted_ranks
 from .world import World
 
 _WAIT_SECONDS = 60.0  # of a server, for a step; it begins again until its job ends it
@@ -95,32 +95,32 @@ def note_joins(number: int, rank: int, environ: Mapping[str, str] = os.environ) 
         store.set(f"{CALLED}/{number}/joined/{rank}", b"")
 
 
-def await_place(rank: int, environ: Mapping[str, str] = os.environ) -> tuple[int, Meeting]:
+def await_place(rank: int, environ: Mapping[str, str] = os.environ) -> tuple[int, Meeting, int]:
     """Returns where a server meets others that was started in place of one that is lost: once more, where who trains
     wants that, or for the next step.
 
-    **Arguments:** `rank`: its own. **Returns:** the number of meetings before, and where.
+    **Arguments:** `rank`: its own. **Returns:** the number of meetings before, where, and under which epoch.
     """
     with scoped_store(environ) as store:
-        called = 0
-        while value_of(store, f"{CALLED}/{called}") is not None:
-            called += 1
-        if called == 0 or value_of(store, f"{CALLED}/{called - 1}/joined/{rank}") is None:
-            number = max(0, called - 1)
-            return number, await_call(number, environ)
-        meeting, wanted, has_come = await_call(called - 1, environ), 0, False
+        steps = 0
+        while value_of(store, f"{CALLED}/{steps}") is not None:
+            steps += 1
+        if steps == 0 or value_of(store, f"{CALLED}/{steps - 1}/joined/{rank}") is None:
+            number = max(0, steps - 1)
+            return number, await_call(number, environ), 0
+        meeting, wanted, has_come = await_call(steps - 1, environ), 0, False
         with open_keys(meeting) as keys:
-            while value_of(store, f"{CALLED}/{called}") is None:
+            while value_of(store, f"{CALLED}/{steps}") is None:
                 while not has_come and (ranks := wanted_ranks(keys, wanted)) is not None:
-                    if rank in ranks and called_to(keys, meeting, wanted) is None:
+                    if rank in ranks and called(keys, wanted) is None:
                         come(keys, wanted, rank)
                         has_come = True
                     else:
                         wanted += 1
-                if has_come and (found := called_to(keys, meeting, wanted)) is not None:
-                    return called - 1, found
+                if has_come and (epoch := called(keys, wanted)) is not None:
+                    return steps - 1, meeting, epoch
                 time.sleep(_LOOK_SECONDS)
-        return called, await_call(called, environ)
+        return steps, await_call(steps, environ), 0
 
 
 def _meeting(environ: Mapping[str, str], number: int, num_workers: int, timeout_seconds: float) -> Meeting:

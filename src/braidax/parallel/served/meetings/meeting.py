@@ -24,7 +24,7 @@ class Meeting:
 
     **Fields:** `address`: of the store, `"host:port"`; `secret`: its. `job`: names the world. `transport`: of messages.
     `timeout_seconds`: the limit of each wait. `num_servers`: the first ranks. `num_workers`: the ranks behind them.
-    `worker`: which of these joins by it; None where that is not said yet. `epoch`: how often they were to meet before.
+    `worker`: which of these joins by it; None where that is not said yet.
     """
 
     address: str
@@ -35,7 +35,6 @@ class Meeting:
     num_servers: int
     num_workers: int
     worker: int | None = None
-    epoch: int = 0
 
     def of_worker(self, number: int) -> "Meeting":
         """Returns it for one worker. **Arguments:** `number`: of it, 0 to `num_workers - 1`, each once."""
@@ -43,14 +42,11 @@ class Meeting:
             raise ArgumentError(f"worker {number} of {self.num_workers}: expected 0 <= number < {self.num_workers}")
         return replace(self, worker=number)
 
-    def again(self, epoch: int) -> "Meeting":
-        """Returns where all meet once more. **Arguments:** `epoch`: how often they were to before."""
-        return replace(self, epoch=epoch)
-
-    def join(self, rank: int, *, timeout_seconds: float | None = None) -> Communicator:
+    def join(self, rank: int, *, epoch: int = 0, timeout_seconds: float | None = None) -> Communicator:
         """Joins the world, once all others do.
 
-        **Arguments:** `timeout_seconds`: that this may take; None for the limit of each wait. **Raises:** as `connect`.
+        **Arguments:** `epoch`: how often all were to meet before. `timeout_seconds`: that this may take; None for the
+        limit of each wait. **Raises:** as `connect`.
         """
         with self.store() as store:
             world = connect(
@@ -59,18 +55,19 @@ class Meeting:
                 size=self.num_servers + self.num_workers,
                 transport=self.transport,
                 job=self.job,
-                epoch=self.epoch,
+                epoch=epoch,
                 on_loss="peer",
                 timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds,
             )
         world.timeout_seconds = self.timeout_seconds
         return world
 
-    def give_up(self, reason: str) -> None:
-        """Lets those raise `Aborted` who wait in `join` for others. **Arguments:** `reason`: why not all will come."""
+    def give_up(self, reason: str, *, epoch: int = 0) -> None:
+        """Lets those raise `Aborted` who wait in `join` for others. **Arguments:** `reason`: why not all will come.
+        `epoch`: as of `join`."""
         # Nobody meets in a store that is gone.
         with contextlib.suppress(CommError, WaitTimeout), self.store() as store:
-            give_up_meeting(store, job=self.job, epoch=self.epoch, reason=reason)
+            give_up_meeting(store, job=self.job, epoch=epoch, reason=reason)
 
     def store(self, timeout_seconds: float = _STORE_SECONDS) -> TcpStore:
         """Opens the store. **Arguments:** `timeout_seconds`: the limit of a wait at most. **Raises:** as `TcpStore`."""

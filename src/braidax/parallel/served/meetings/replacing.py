@@ -56,19 +56,20 @@ def come(keys: Store, number: int, rank: int) -> None:
     keys.set(f"came/{number}/{rank}", b"")
 
 
-def called_to(keys: Store, meeting: Meeting, number: int, timeout_seconds: float = 0.0) -> Meeting | None:
-    """Returns where all meet once more, when who trains calls those that have come."""
+def called(keys: Store, number: int, timeout_seconds: float = 0.0) -> int | None:
+    """Returns under which epoch all meet once more, when who trains calls those that have come."""
     epoch = value_of(keys, f"called/{number}", timeout_seconds)
-    return None if epoch is None else meeting.again(int(epoch))
+    return None if epoch is None else int(epoch)
 
 
-def await_others(meeting: Meeting, number: int, rank: int) -> Meeting | None:
-    """Returns where all meet, when the others do; None when the run is over. **Arguments:** as of `come`."""
+def await_others(meeting: Meeting, number: int, rank: int) -> int | None:
+    """Returns under which epoch all meet once more, when the others do; None when the run is over. **Arguments:** as of
+    `come`."""
     try:
         with open_keys(meeting) as keys:
             come(keys, number, rank)
             while True:
-                if (found := called_to(keys, meeting, number, _SLICE_SECONDS)) is not None:
+                if (found := called(keys, number, _SLICE_SECONDS)) is not None:
                     return found
     except (BraidaxError, OSError):  # the store ends with the run
         return None

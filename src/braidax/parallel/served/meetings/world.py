@@ -59,13 +59,13 @@ class World:
         **Returns:** why all stay where they are; empty when they have moved. **Raises:** `PeerLost` when one who trains
         is gone.
         """
-        meeting, came, why = self._meeting.again(epoch), None, ""
+        came, why = None, ""
         try:
-            with self._giving_up(meeting):
-                came = meeting.join(self._rank, timeout_seconds=MOVE_SECONDS)
+            with self._giving_up(epoch):
+                came = self._meeting.join(self._rank, epoch=epoch, timeout_seconds=MOVE_SECONDS)
         except (BraidaxError, OSError) as error:
             why = f"{type(error).__name__}: {error}"
-            meeting.give_up(why)
+            self._meeting.give_up(why, epoch=epoch)
         try:
             found = [why]
             if self.workers is not None:
@@ -88,14 +88,14 @@ class World:
         return ""
 
     @contextlib.contextmanager
-    def _giving_up(self, meeting: Meeting) -> Generator[None]:
+    def _giving_up(self, epoch: int) -> Generator[None]:
         """Lets nobody wait in a meeting for a server that is lost meanwhile."""
         done, before = threading.Event(), self.comm.lost
 
         def watch() -> None:
             while not done.wait(_LOOK_SECONDS):
                 if self.comm.lost - before:
-                    meeting.give_up("another server was lost meanwhile")
+                    self._meeting.give_up("another server was lost meanwhile", epoch=epoch)
                     return
 
         watching = threading.Thread(target=watch, name="braidax-moving-world")

@@ -28,16 +28,17 @@ def serve(comm: Communicator, meeting: Meeting) -> None:
 def serve_in_place(comm: Communicator, meeting: Meeting, number: int, rank: int) -> None:
     """Serves tables in place of a rank that is lost, once all meet again. **Arguments:** `comm`: of this rank alone.
     `meeting`: where all have met before. `number`: as of `await_others`. `rank`: of the gang."""
-    if (found := await_others(meeting, number, rank)) is not None:
-        serve_as(rank, found)
+    if (epoch := await_others(meeting, number, rank)) is not None:
+        serve_as(rank, meeting, epoch)
 
 
-def serve_as(rank: int, meeting: Meeting) -> None:
+def serve_as(rank: int, meeting: Meeting, epoch: int = 0) -> None:
     """Serves tables until those who ask are gone.
 
-    **Arguments:** `rank`: which of the servers this is. `meeting`: where servers and those who ask meet.
+    **Arguments:** `rank`: which of the servers this is. `meeting`: where servers and those who ask meet. `epoch`: how
+    often they were to before.
     """
-    world = meeting.join(rank, timeout_seconds=MOVE_SECONDS if meeting.epoch else None)
+    world = meeting.join(rank, epoch=epoch, timeout_seconds=MOVE_SECONDS if epoch else None)
     with ThreadPoolExecutor(usable_cores(), "braidax-rows") as threads:
         _Serving(rank, meeting, world, threads).run()
 
@@ -56,7 +57,7 @@ class _Serving:
     def run(self) -> None:
         """Returns when those who ask are gone."""
         with contextlib.closing(self._holder):
-            self._serve(self._first, self._meeting.epoch)
+            self._serve(self._first)
             for other in self._others:  # of which more may come meanwhile
                 other.join()
 
@@ -69,20 +70,20 @@ class _Serving:
 
     def _join(self, epoch: int) -> None:
         try:
-            world = self._meeting.again(epoch).join(self._rank, timeout_seconds=MOVE_SECONDS)
-            self._serve(world, epoch)
+            world = self._meeting.join(self._rank, epoch=epoch, timeout_seconds=MOVE_SECONDS)
+            self._serve(world)
         except (BraidaxError, OSError) as error:
             _log.warning("server %d stays where it is: %s", self._rank, error)
         finally:
             self._moving.discard(epoch)
 
-    def _serve(self, world: Communicator, epoch: int) -> None:
+    def _serve(self, world: Communicator) -> None:
         """Serves in a world until those who ask have left it."""
         lost = set[int]()
         with world:
             if self._meeting.num_workers > 1:
                 world.split(0)
-            with world.serve(functools.partial(self._answer, world, epoch)) as serving:
+            with world.serve(functools.partial(self._answer, world)) as serving:
                 for other in range(self._meeting.num_servers):  # not waited for, though one may ask to fill its part
                     if other != self._rank:
                         world.end_asking(other)
@@ -98,7 +99,7 @@ class _Serving:
                     else:
                         return
 
-    def _answer(self, world: Communicator, epoch: int, rank: int, value: Any) -> Any:
+    def _answer(self, world: Communicator, rank: int, value: Any) -> Any:
         """Answers a request; who asks in a world has left those before."""
         if world is not self._holder.world:
             self._holder.world = world
