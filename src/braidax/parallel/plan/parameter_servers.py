@@ -27,8 +27,8 @@ class ParameterServers:
     equal to single-device training with as many microbatches). A number: the same, and a worker may read what lacks so
     many updates (bounded; stale synchronous parallel, Ho et al. 2013). None: a worker's gradients are an update by
     themselves, and nobody waits for anybody (asynchronous). `copies`, `wire`: as of `Served`. `spares`: how many
-    servers have nothing until `WorkerStep.resize` wants them. `overrides`, `row_optimizers`, `touched`, `out_of_range`:
-    as of `Hybrid`.
+    servers have nothing until `WorkerStep.resize` wants them, or one is lost. `overrides`, `row_optimizers`, `touched`,
+    `out_of_range`: as of `Hybrid`.
     """
 
     staleness: int | None = 0

@@ -103,9 +103,10 @@ class Served:
 
     **Arguments:** `staleness`: how many updates the rows that a batch reads may lack (stale synchronous parallel, Ho et
     al. 2013): pulling and pushing then take place beside so many of them. 0: training is that of one device. `copies`:
-    how many servers have each row, all of which are told of each update: one less may be lost, and training goes on.
-    `spares`: how many servers have nothing at first. `ServedStep.resize` lets them have rows, and with copies they take
-    the place of a server that is lost: they copy what it had from others. `disk`: a folder on the host of each server,
+    how many servers have each row, all of which are told of each update: one less may be lost, and training goes on,
+    while who owns the gang starts another one. `spares`: how many servers have nothing at first. `ServedStep.resize`
+    lets them have rows, and with copies they take the place of a server that is lost: they copy what it had from
+    others. `disk`: a folder on the host of each server,
     in whose file system it keeps its rows, and what the optimizer keeps of them, in files without a name that are gone
     with it. None: all are in memory. No number depends on it. `memory_bytes`: of a server, for those of its rows on
     disk that are used most; besides, each row on disk takes about nine bytes. `wire`: how rows that are pulled and

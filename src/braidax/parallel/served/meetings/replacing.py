@@ -95,7 +95,10 @@ class Replacing:
     def have_come(self, ranks: Sequence[int]) -> bool:
         """Returns whether others are there in place of lost servers. At first it asks for them."""
         new = [rank for rank in ranks if rank not in self._numbers]
-        if new:
+        if new and self.why_not:
+            self._numbers |= dict.fromkeys(new, -1)
+            self._tell(new)
+        elif new:
             self._numbers |= dict.fromkeys(new, self._num_asked)
             self._threads.append(
                 threading.Thread(target=self._wait, args=(self._num_asked, new), name="braidax-replacing", daemon=True)
@@ -106,20 +109,22 @@ class Replacing:
 
     def _wait(self, number: int, ranks: Sequence[int]) -> None:
         """Waits until all of some have come, or it is known why they will not."""
-        left, why = [*ranks], self.why_not
+        left, why = [*ranks], ""
         try:
-            with contextlib.nullcontext() if why else open_keys(self._meeting) as keys:
-                if keys is not None:
-                    keys.set(f"wanted/{number}", json.dumps(ranks).encode())
-                while keys is not None and left and not why and not self._closed.is_set():
+            with open_keys(self._meeting) as keys:
+                keys.set(f"wanted/{number}", json.dumps(ranks).encode())
+                while left and not why and not self._closed.is_set():
                     why = (value_of(keys, f"failed/{number}") or b"").decode()
-                    if value_of(keys, f"came/{number}/{left[0]}", 0.0 if why else _SLICE_SECONDS) is not None:
+                    if not why and value_of(keys, f"came/{number}/{left[0]}", _SLICE_SECONDS) is not None:
                         self._came.add(left.pop(0))
         except (BraidaxError, OSError) as error:
             why = f"{_NO_OWNER} ({error})"
         if why and not self._closed.is_set():
             self.why_not = why
-            _log.warning("servers that are lost, %s, are not replaced: %s", ranks, why)
+            self._tell(ranks)
+
+    def _tell(self, ranks: Sequence[int]) -> None:
+        _log.warning("servers that are lost, %s, are not replaced: %s", ranks, self.why_not)
 
     def call(self, ranks: Sequence[int]) -> int:
         """Calls those that have come to meet all others.
