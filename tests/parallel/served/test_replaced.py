@@ -85,7 +85,8 @@ def test_where_not_all_meet_again_it_is_tried_anew(
     assert "another process has taken the place of server 1" in caplog.text
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow  # a synchronous one of the seeds of workers/test_killed.py is not
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_workers_go_on_with_others_behind_the_same_update(
     gang: LocalGang, staleness: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,9 +21,20 @@ from braidax.comm import Communicator
 from braidax.errors import CallFailed, GangError, PeerLost
 from braidax.gang import LocalGang
 from tests.gang.clusters import is_running, until
-from tests.parallel.workers.teams import BATCH, READ, WORDS, assert_close, batches, make_step, one_device, own_part
+from tests.parallel.workers.teams import (
+    BATCH,
+    READ,
+    WORDS,
+    assert_close,
+    batches,
+    make_step,
+    one_device,
+    own_part,
+    team,
+)
 
 NUM_STEPS, EVERY, WORKERS, SERVERS = 12, 4, 2, 3
+BETWEEN = 5  # updates between two kills, of which the first ones see it, agree, and let another process in
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 80))]
 
 
@@ -89,11 +100,13 @@ def replace(gang: LocalGang, rank: int, pid: int) -> None:
 def test_synchronous_training_resumes_exactly(
     servers: LocalGang, workers: LocalGang, undisturbed: Any, tmp_path: Path, seed: int
 ) -> None:
-    """A worker and a server are lost; both are replaced, and all begin again from the last checkpoint."""
+    """A worker and a server are lost, every second time at once; both are replaced, and all begin again from the last
+    checkpoint."""
     drawn = random.Random(seed)
     killed = {gang: drawn.randrange(gang.size) for gang in (workers, servers)}
     pids = [gang.run(own_pid)[rank] for gang, rank in killed.items()]
-    timers = [kill_later(pid, drawn.uniform(0, 4)) for pid in pids]
+    seconds = [drawn.uniform(0, 4) for _ in pids]
+    timers = [kill_later(pid, seconds[0] if seed % 2 else own) for pid, own in zip(pids, seconds, strict=True)]
     found: Any = None
     try:
         with bx.open_meeting(servers, workers=WORKERS) as meeting:
@@ -107,6 +120,39 @@ def test_synchronous_training_resumes_exactly(
         with bx.open_meeting(servers, workers=WORKERS) as meeting:
             found = workers.run(resumed, meeting, str(tmp_path))[0]
     assert_close(found, undisturbed, exactly=True)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+def test_servers_that_have_copies_of_one_another_are_lost_one_after_the_other(servers: LocalGang, seed: int) -> None:
+    """The second one when another process has what the first one had, in updates that take two rounds of messages."""
+    drawn, pids = random.Random(seed), servers.run(own_pid)
+    first, at = drawn.randrange(SERVERS), drawn.randrange(1, 4)
+    kills = {at: pids[first], at + BETWEEN: pids[(first + drawn.choice((1, -1))) % SERVERS]}
+
+    def work(number: int, seat: Any) -> Any:
+        found = list[Any]()
+        made: Any = {"optimizer": "clipped adagrad", "size": BATCH // WORKERS}
+        with make_step(seat, bx.ParameterServers(copies=2), **made) as step:
+            for disturbs in (False, number == 0):
+                state, timers = step.init(jax.random.key(0)), list[threading.Timer]()
+                for count, batch in enumerate(batches(NUM_STEPS + BETWEEN)):
+                    if disturbs and count in kills:
+                        timers.append(kill_later(kills[count], drawn.uniform(0, 0.05)))
+                    if disturbs and count - 1 in kills:  # this update sees that it is lost
+                        timers[-1].join()
+                    if disturbs and count - 2 in kills:
+                        until(lambda: bool(step._servers._asking.wanted()))
+                    state, _ = step.update(state, own_part(batch, number, WORKERS))
+                found.append(step.params())
+                assert step._servers._asking.lost() == []
+        return found
+
+    (undisturbed, found), (_, other) = team(servers, WORKERS, work)
+    assert_close(found, undisturbed, exactly=True)
+    assert_close(other, undisturbed, exactly=True)
+    assert [rank for rank, pid in enumerate(servers.run(own_pid)) if pid == pids[rank]] == [
+        rank for rank, pid in enumerate(pids) if pid not in kills.values()
+    ]
 
 
 RATE = 0.25  # a power of two, so that sums of moves are exact

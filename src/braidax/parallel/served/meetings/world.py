@@ -39,8 +39,10 @@ class World:
 
     def divide(self) -> None:
         """Makes the group of those who train; all of them call it, and servers make theirs."""
-        if self._meeting.num_workers > 1:
-            self.workers = self.comm.split(1)
+        self.workers = self._divided(self.comm)
+
+    def _divided(self, comm: Communicator) -> Communicator | None:
+        return comm.split(1) if self._meeting.num_workers > 1 else None
 
     def ask(self, server: int, question: Any) -> Any:
         """Returns what a server answers. **Raises:** as `Communicator.ask`."""
@@ -59,10 +61,11 @@ class World:
         **Returns:** why all stay where they are; empty when they have moved. **Raises:** `PeerLost` when one who trains
         is gone.
         """
-        came, why = None, ""
+        came, workers, why = None, None, ""
         try:
             with self._giving_up(epoch):
                 came = self._meeting.join(self._rank, epoch=epoch, timeout_seconds=MOVE_SECONDS)
+            workers = self._divided(came)
         except (BraidaxError, OSError) as error:
             why = f"{type(error).__name__}: {error}"
             self._meeting.give_up(why, epoch=epoch)
@@ -80,10 +83,9 @@ class World:
             if came is not None:
                 came.close()
             return why
-        former, self.comm = self.comm, came
-        self.divide()
-        if self.workers is not None:
-            self.workers.barrier()
+        former, self.comm, self.workers = self.comm, came, workers
+        if workers is not None:
+            workers.barrier()
         former.close()
         return ""
 
