@@ -105,9 +105,10 @@ def test_workers_train_one_step_after_the_other(launched: Launch) -> None:
     assert_trained_by_workers(log)
 
 
-def test_a_server_of_whose_rows_there_are_copies_is_replaced(launched: Launch) -> None:
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_server_of_whose_rows_there_are_copies_is_replaced(launched: Launch, processes: int) -> None:
     """And then the other one, that has what another process was given in place of the first."""
-    code, log = launched("replaced", processes=1, servers=2)
+    code, log = launched("replaced", processes=processes, servers=2, initialize="jax" if processes > 1 else "nothing")
     assert code == 0, log
     for number in (1, 0):
         died = rf"launch: server {number} \(pid \d+\) was ended by signal 9 .*; the program has copies of what it had, "
