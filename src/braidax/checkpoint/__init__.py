@@ -14,6 +14,7 @@ from braidax.first_use import at_first_use
 from braidax.host_shard import HostShard
 
 if TYPE_CHECKING:
+    from braidax.checkpoint.format.exporting import export_safetensors, load_params
     from braidax.checkpoint.format.orbax import export_orbax, restore_orbax
     from braidax.checkpoint.format.replanned import Replanned
     from braidax.checkpoint.format.safetensors import restore_safetensors
@@ -46,6 +47,8 @@ __all__ = [
     "Verdict",
     "copied",
     "export_orbax",
+    "export_safetensors",
+    "load_params",
     "restore",
     "restore_orbax",
     "restore_safetensors",
@@ -61,6 +64,8 @@ _HOMES = {
     "restore": "places.restoring",
     "copied": "snapshot.copies",
     "export_orbax": "format.orbax",
+    "export_safetensors": "format.exporting",
+    "load_params": "format.exporting",
     "restore_orbax": "format.orbax",
     "restore_safetensors": "format.safetensors",
 }

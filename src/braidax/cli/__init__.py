@@ -1,4 +1,4 @@
-"""The command line: `braidax train`, `plan`, `study`, `launch`, `frame` and `inspect`.
+"""The command line: `braidax train`, `plan`, `study`, `launch`, `frame`, `inspect` and `export`.
 
 Each command imports what it needs when it is called: `launch` does not wait for JAX.
 """
@@ -53,6 +53,9 @@ _CASE_HELP = "digits, cifar-resnet18, cifar-resnet50, imagenet-resnet18, imagene
 _LIMIT_HELP = "Of what trains, such as memory=2G,cores=1,disk=50M,network=100M; bytes, and bits of a network."
 _PAIRS_HELP = "Some of checkfreq-ddp,sync-prefetch,pipedream-checkfreq,pipedream-prefetch,full."
 _BLOCKS_HELP = "How often each setting is run; 6 or more for intervals of 95 %."
+_RUN_HELP = "Folder of a run, or of one of its checkpoints."
+_AT_HELP = "Node of the parameters in the tree that was saved, such as 0/params."
+_LATE_ROWS_HELP = "Take rows as they were when last touched, which the optimizer would have moved since."
 _PRESET_HELP = "How large the model is: full, perhaps small, or tiny."
 
 app = typer.Typer(
@@ -346,3 +349,28 @@ def _inspect(
     axes = None if mesh is None else parse_mesh(mesh)
     source = open_source(path, columns=None if columns is None else columns.split(","), split=split)
     inspect(source, mesh=axes, spec=parse_spec(spec), batch_size=batch_size, processes=processes, console=Console())
+
+
+@app.command("export")
+def _export(
+    run: Annotated[Path, typer.Argument(help=_RUN_HELP)],
+    file: Annotated[Path, typer.Argument(help="To write, such as model.safetensors.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Of the checkpoint.", show_default="the newest")] = None,
+    at: Annotated[str | None, typer.Option(help=_AT_HELP, show_default="found")] = None,
+    names: Annotated[Literal["slashed", "dotted"], typer.Option(help="Of tensors: a/b or a.b.")] = "slashed",
+    late_rows: Annotated[bool, typer.Option("--late-rows", help=_LATE_ROWS_HELP)] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace FILE if it is there.")] = False,
+) -> None:
+    """Write the parameters of a run as one safetensors file, whole and without padding."""
+    from braidax.checkpoint import export_safetensors
+
+    saved = export_safetensors(
+        run,
+        file,
+        step=step,
+        at=at,
+        name=str if names == "slashed" else lambda path: path.replace("/", "."),
+        late_rows="as saved" if late_rows else "refuse",
+        existing="replace" if replace else "refuse",
+    )
+    typer.echo(f"{file}: the parameters of step {saved:,}, {file.stat().st_size:,} bytes")

@@ -88,14 +88,17 @@ def stored_as(dtype: np.dtype[Any]) -> Stored:
     return Stored(name, (), dtype.itemsize) if name else Stored("U8", (dtype.itemsize,), 1)
 
 
-def safetensors_header(arrays: Iterable[tuple[str, np.ndarray]]) -> bytes:
+def safetensors_header(arrays: Iterable[tuple[str, np.ndarray]], about: Mapping[str, str] | None = None) -> bytes:
     """Returns the bytes that stand before the arrays in a safetensors file: whole pages, so that they begin on one.
 
-    **Arguments:** `arrays`: with their names, in the order in which they are written, without gaps.
+    **Arguments:** `arrays`: with their names, in the order in which they are written, without gaps. `about`: the
+    metadata of a file that is no checkpoint's.
 
     **Raises:** `CheckpointError` when two have one name.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "braidax"}}  # which `is_own_header` looks for
+    header: dict[str, Any] = {
+        "__metadata__": {"format": "braidax"} if about is None else dict(about)
+    }  # see `is_own_header`
     offset = 0
     for name, array in arrays:
         if name in header:

@@ -47,7 +47,7 @@ def restore_safetensors(
     **Arguments:** `path`: a file, or a folder, of which all `*.safetensors` are read. `like`: a tree with the
     structure, shapes, dtypes and shardings to restore to, such as `step.state_specs`; its arrays may be
     `jax.ShapeDtypeStruct`. A table by rows, padded, may be whole in the file. `name`: of the tensor for the path of a
-    leaf; the same by default, and `lambda path: path.replace("/", ".")` for most files of PyTorch. OpenPlaces names are
+    leaf; the same by default, and `lambda path: path.replace("/", ".")` for most files of PyTorch. Several names are
     those of tensors that are stacked, such as layers that a scan goes over. `view`: makes of a tensor, or of each in a
     stack, what the leaf at a path has, such as `lambda path, tensor: tensor.T`; it is called with arrays that lie in
     the file, and by a transposition or a reshape nothing is read. `only`: patterns of the paths to restore; other

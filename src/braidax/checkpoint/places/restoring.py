@@ -129,7 +129,7 @@ def _attempt(
         gone = not path.exists()
         if isinstance(error, CheckpointError) and not isinstance(error, OtherFormat | Mismatch):
             said = {"reason": str(error), "gone": gone}
-            if not gone and _is_out_of_reach(error.__cause__):
+            if not gone and is_out_of_reach(error.__cause__):
                 said = {
                     "failure": f"{error}; that does not show that it is damaged: mend it, and start again, or move "
                     f"{path} away to go on from an older checkpoint"
@@ -158,7 +158,7 @@ def _attempt(
     return found, verdict
 
 
-def _is_out_of_reach(error: BaseException | None) -> bool:
+def is_out_of_reach(error: BaseException | None) -> bool:
     """Says whether a file may be fine, though it cannot be read now: rights, descriptors, a disk, a network."""
     lost = FileNotFoundError | NotADirectoryError | IsADirectoryError
     return isinstance(error, OSError) and not isinstance(error, lost)
