@@ -1,6 +1,7 @@
 """After training: parameters as host arrays or as one file, from what a run has left, against the state it had."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from braidax.cli import app
 from braidax.errors import ArgumentError, CheckpointError
 from tests.checkpoint.saving import Tables, bits, commit, commit_as_many, names
 
-PARAMS = {
+PARAMS: dict[str, Any] = {
     "layers": [{"w": np.arange(12, dtype=np.float32).reshape(3, 4)}, {"w": np.full((2, 2), -1, np.int8)}],
     "half": jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3) / 3,
     "odd": np.array([-0.0, np.nan, np.inf]),
@@ -226,8 +227,11 @@ def test_tables_of_servers_are_among_the_parameters(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="5 of 5 rows of 'm/table' lag behind"):
         load_params(tmp_path / "late")
     commit(tmp_path / "grown", ({"params": {"kernel": kernel}}, served(3, ids=np.arange(5)), 5))
-    with pytest.raises(CheckpointError, match=r"table 'm/table' grows: .* read it with step.table in the program"):
+    words = r"'m/table' grows: .*; at='0/params' gives the other parameters, and at='1/tables/m/table/rows' the ids and"
+    with pytest.raises(CheckpointError, match=words):
         load_params(tmp_path / "grown")
+    same(load_params(tmp_path / "grown", at="0/params"), {"kernel": kernel})
+    np.testing.assert_array_equal(load_params(tmp_path / "grown", at="1/tables/m/table/rows")["values"], rows)
 
 
 # As a file
@@ -245,6 +249,13 @@ def test_a_file_has_names_values_dtypes_and_where_they_are_from(tmp_path: Path, 
         same(opened.get_tensor("odd"), PARAMS["odd"])
         assert opened.get_tensor("empty").shape == (0, 4)
         assert (opened.get_tensor("scale").dtype, float(opened.get_tensor("scale"))) == (np.float64, 0.1)
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    for name, told in json.loads(content[8 : 8 + size]).items():
+        assert (
+            name == "__metadata__"
+            or (8 + size + told["data_offsets"][0]) % {"I8": 1, "BF16": 2}.get(told["dtype"], 4) == 0
+        )
     half = safetensors.torch.load_file(file)["half"]
     assert half.dtype == torch.bfloat16
     assert half.view(torch.int16).numpy().tobytes() == np.asarray(PARAMS["half"]).tobytes()

@@ -114,8 +114,20 @@ def test_a_copy_under_another_name_is_told_from_the_newest(tmp_path: Path) -> No
 def test_the_folder_of_a_run_leads_to_its_checkpoints(tmp_path: Path) -> None:
     with bx.Checkpointer(tmp_path / "digits" / "checkpoints", bx.Every(1)) as saver:
         saver.update(state())
-    (tmp_path / "digits" / "metrics.jsonl").write_text("{}")
+    lines = [
+        '{"step": 100, "time": 1.0, "loss": 9.0}',
+        '{"step": 250, "epoch": 1, "time": 2.0, "loss": 0.25}',
+        '{"step": 250, "epoch": 1, "time": 3.0, "test_accuracy": 0.96}',
+        '{"step": 250, "time": 4.0, "resumed": true}',
+        '{"step": 25',
+    ]
+    metrics = tmp_path / "digits" / "metrics.jsonl"
+    for text in ("{}", "", "\xff", "7", '{"step": "last"}'):
+        metrics.write_text(text)
+        assert "metrics.jsonl" not in run(tmp_path / "digits")[1]
+    metrics.write_text(f'{{"step": 1, "note": "{"x" * 70_000}"}}\n' + "\n".join(lines))
     code, output = run(tmp_path / "digits")
+    assert "metrics.jsonl: step 250 epoch 1 loss 0.25 test_accuracy 0.96\n" in output
     assert code == 0
     assert f"checkpoints in {tmp_path}/digits/checkpoints" in output
     assert f"1 step-00000001 1 {VERSION} 0 s" in output

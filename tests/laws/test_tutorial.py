@@ -42,6 +42,8 @@ def test_the_tutorial_trains_stops_and_goes_on(tmp_path: Path) -> None:
     assert f"going on after step {stopped}\n" in python(tmp_path, *launch)
     assert steps_done(tmp_path) == epochs * 125
     assert "verified" in python(tmp_path, "-m", "braidax", "inspect", "runs/first")
+    exported = python(tmp_path, "-m", "braidax", "export", "runs/first", "model.safetensors")
+    assert exported == f"model.safetensors: the parameters of step {epochs * 125:,}, 79,872 bytes\n"
 
 
 def steps_done(folder: Path) -> int:

@@ -1,12 +1,13 @@
 """What `braidax inspect` does with the folder of a run, or of one checkpoint."""
 
 import contextlib
+import json
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from rich.console import Console
@@ -25,6 +26,9 @@ Check = Literal["newest", "all", "none"]
 
 _BLOCK_BYTES = 16 * 2**20
 _MAX_NAMED = 5
+_METRICS = "metrics.jsonl"  # that `braidax train` writes, and the tutorial's `Report`
+_TAIL_BYTES = 1 << 16  # of metrics that are looked at
+_UNSHOWN = frozenset({"step", "time"})
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -75,6 +79,8 @@ def inspect_checkpoint(path: Path, *, check: Check, console: Console) -> None:
             seen.append(looked)
     if seen:
         console.print(_overview(seen))
+    if told := _last_metrics(folder):
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
     if unfinished:
         console.print(f"{unfinished} unfinished: being written, or left by a crash")
     shown = next((each for each in seen if each.content is not None and each.verdict != "other name"), None)
@@ -87,6 +93,37 @@ def inspect_checkpoint(path: Path, *, check: Check, console: Console) -> None:
     troubles = [trouble for each in seen for trouble in each.troubles]
     if troubles:
         raise CheckpointError("\n".join(troubles))
+
+
+def _last_metrics(folder: Path) -> str:
+    """Returns what the metrics of a run say of its last step, empty if there are none beside its checkpoints."""
+    file = (folder.parent if folder.name == "checkpoints" else folder) / _METRICS
+    if not file.is_file():
+        return ""
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+        lines = opened.read().splitlines()
+    step, values = None, dict[str, Any]()
+    for line in reversed(lines):
+        try:
+            fields: Any = json.loads(line)
+        except ValueError:  # the first one may be cut, and the last be being written
+            continue
+        if not isinstance(fields, dict) or "resumed" in fields:
+            continue
+        found = cast("dict[str, Any]", fields)
+        if not isinstance(found.get("step"), int):
+            continue
+        if step is not None and found["step"] != step:
+            break
+        step = found["step"]
+        values = {**found, **values}
+    shown = [
+        f"{name} {value:.6g}"
+        for name, value in values.items()
+        if name not in _UNSHOWN and isinstance(value, int | float)
+    ]
+    return "" if step is None else f"{file.name}: step {step:,}  {'  '.join(shown)}"
 
 
 def _note(name: str, text: str) -> str:

@@ -102,7 +102,8 @@ def _on_servers(content: Content) -> dict[str, Entry]:
         if f"{above}{name}/rows/ids" in content.entries:
             raise Mismatch(
                 f"{content.folder}: table {name!r} grows: saved are the rows that were seen, and others are as `init` "
-                "makes them, which a checkpoint does not know; read it with step.table in the program that trained it"
+                f"makes them, which a checkpoint does not know; at={_node_of(content)!r} gives the other parameters, "
+                f"and at={f'{above}{name}/rows'!r} the ids and rows that were seen"
             )
         found[name] = content.entries[f"{above}{name}/rows/values"]
     return found
