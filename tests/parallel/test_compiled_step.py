@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import braidax as bx
 from braidax.errors import ArgumentError
 from braidax.parallel import CompiledStep
+from tests.parallel.models import recorded_events
 
 WIDTH, SAMPLES, DEVICES = 256, 64, 8
 WEIGHT = 4 * WIDTH * WIDTH
@@ -123,6 +125,15 @@ def test_for_what_is_here_it_tells_what_the_programs_of_the_step_need() -> None:
     assert found.peak_bytes >= both
     assert str(found).startswith("compiled for  here: 8 × cpu\nmemory        ")
     assert "it fits" in str(found)
+
+
+def test_what_is_compiled_for_here_is_what_runs() -> None:
+    step = make_step(bx.DataParallel())
+    step.compile_for("here")
+    state, batch = step.init(jax.random.key(0)), np.ones((SAMPLES, WIDTH), np.float32)
+    with recorded_events() as events:
+        step.update(state, batch)
+    assert [event for event in events if "backend_compile" in event] == []
 
 
 @pytest.mark.slow

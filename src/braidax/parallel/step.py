@@ -364,7 +364,7 @@ class Step:
         """
         found, mesh = target_mesh(target, self.mesh)
         assert self._elsewhere is not None, "parallelize says how a step is made on other devices"
-        step = self._elsewhere(mesh)
+        step = self if mesh is self.mesh else self._elsewhere(mesh)
         state = step.state_specs
         batch = with_shardings(step._batch_specs, step.batch_shardings)
         held = {"parameters": state.params, "optimizer": state.opt_state, "variables": state.variables, "batch": batch}

@@ -179,7 +179,7 @@ class TrainStep:
         """
         form = self._form_at_hand()
         found, mesh = target_mesh(target, self.mesh)
-        made = form.elsewhere(mesh)
+        made = form.made if mesh is self.mesh else form.elsewhere(mesh)
         return compile_step(Lowered(*made.lower()), found, made.plan.compiler_options, **made.needed())
 
     def wrap(self, fn: Callable[..., Any]) -> WrappedCall:
