@@ -15,7 +15,7 @@ from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeDecorHintException
 
 MOST_CALLS = math.inf if os.environ.get("BRAIDAX_TESTS_COMPILE") == "fully" else 50
-"""So many calls of a function are checked in a process. By `make nightly` all are, which takes a tenth more time."""
+"""So many calls of a function are checked in a process; by `make nightly` all are."""
 
 unreadable: list[str] = []  # functions whose annotations cannot be checked; tests/laws says that there are none
 

@@ -14,12 +14,12 @@ BUDGET_SECONDS: dict[str, int] = {
     "frame": 87,
     "gang": 58,
     "harness": 9,
-    "laws": 60,
+    "laws": 53,
     "parallel": 612,
     "program": 45,
     "tasks": 31,
     "torch": 8,
-    "tune": 26,
+    "tune": 22,
     "tests": 14,
 }
 """Of all tests of a folder, one after the other, in the shares that the last whole run had; `tests` are the files that

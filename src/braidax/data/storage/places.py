@@ -45,6 +45,7 @@ def open_tree(where: str, *, remote: Remote | None = None) -> Files:
     **Raises:** as `open_files`.
     """
     if not is_url(where):
+        # A `Path` would drop the "./" of `where`, which names are known to begin with.
         return LocalFiles(sorted(os.path.join(folder, name) for folder, _, names in os.walk(where) for name in names))  # noqa: PTH118
     options = remote or Remote()
     stores = Stores(options)

@@ -31,7 +31,8 @@ def predict(many: Candidates, work: Workload, cluster: Cluster) -> Predicted:
     2024, table 1). An axis whose devices do not all lie in one host has the link between hosts; the last axis is the
     innermost.
     """
-    laid, fill = _laid_out(many, work), _bubble(many)
+    laid = _laid_out(many, work)
+    fill = _bubble(many, laid.stages)
     computing = work.flops / laid.sizes.prod(1) / cluster.flops_per_second
     sent, exposed, inner = np.zeros(len(laid.sizes)), np.zeros(len(laid.sizes)), np.ones(len(laid.sizes))
     per_host = cluster.devices_per_host or cluster.devices
@@ -105,9 +106,8 @@ def _memory(many: Candidates, work: Workload, laid: _Laid) -> Any:
     return of_stage / laid.stages
 
 
-def _bubble(many: Candidates) -> Any:
+def _bubble(many: Candidates, stages: Any) -> Any:
     """Returns for how many microbatches' time a stage has nothing to do, while others are filled and drained."""
-    stages = np.where(np.isin(many.kinds, STAGES), many.sizes, 1).prod(1)
     interleaved, halved = ((many.kinds == one).any(1) for one in (INTERLEAVED, HALVED))
     return (stages - 1) / np.select([interleaved, halved], [2.0, 3.0], 1.0)
 

@@ -144,3 +144,5 @@ class Replacing:
     def close(self) -> None:
         """Asks for nobody any more. A second call does nothing."""
         self._closed.set()
+        for thread in self._threads:
+            thread.join(_KEYS_SECONDS)
