@@ -68,6 +68,7 @@ class _Ours:
     def apply(self) -> float:
         ids = self._ids[self._step % len(self._ids)]
         rows = BatchRows({0: ids}, 1)  # known before the gradients are
+        self._shard.pull(rows.asked(0))  # as the peer's forward pass has just read them
         start = time.perf_counter()
         summed = rows.summed(rows.summed_ids({0: self._gradients}, {0: self._room}, self._threads))
         self._shard.push(rows.asked(0), rows.of_server(summed, 0), [], self._step)

@@ -55,11 +55,12 @@ class BatchRows:
         order = np.argsort(owners, kind="stable")
         ends = np.searchsorted(owners[order], np.arange(num_servers + 1))
         self._order = [order[ends[at] : ends[at + 1]] for at in range(num_servers)]
+        self._asked = [(self.unique[places] // num_servers).astype(np.int64) for places in self._order]
         self._num_servers = num_servers
 
     def asked(self, server: int) -> NDArray[np.int64]:
         """Returns which of its rows a server is asked for."""
-        return (self.unique[self._order[server]] // self._num_servers).astype(np.int64)
+        return self._asked[server]
 
     def put(self, rows: NDArray[Any], server: int, answer: NDArray[Any], changed: NDArray[Any] | None = None) -> None:
         """Puts what a server has answered among the rows of all, `[u, D]`.
