@@ -94,13 +94,22 @@ class Trace:
 
     def note(self, lane: str, name: str, start: float, num_bytes: int) -> None:
         """Adds what began at `start` (`time.perf_counter`) and ends now on this thread; as `timed`, and quicker."""
+        self.spanned(lane, name, start, time.perf_counter() - start, num_bytes)
+
+    def spanned(
+        self, lane: str, name: str, start: float, seconds: float, num_bytes: int, *, inner_seconds: float = 0.0
+    ) -> None:
+        """Adds what took so long on this thread; as `record`, and quicker."""
         try:
             thread = self._of_thread.name
         except AttributeError:
             thread = self._of_thread.name = threading.current_thread().name
-        notes = self._notes
-        notes.append((lane, name, thread, start, time.perf_counter() - start, num_bytes, ""))
-        if len(notes) >= _MAX_NOTES:
+        noted = (lane, name, thread, start, seconds, num_bytes, "")
+        if inner_seconds:
+            self._add(noted, seconds - inner_seconds)
+            return
+        self._notes.append(noted)
+        if len(self._notes) >= _MAX_NOTES:
             with self._lock:
                 self._take_notes()
 
@@ -154,15 +163,9 @@ class Trace:
             self._take_notes()
             return [Span(*each) for each in self._spans]
 
-    @contextlib.contextmanager
-    def active(self) -> Generator["Trace", None, None]:
+    def active(self) -> contextlib.AbstractContextManager["Trace"]:
         """Makes this the trace that `span` records to, on this thread, inside the `with` block."""
-        token, outside = _active.set(self), _inner_seconds.set(None)
-        try:
-            yield self
-        finally:
-            _inner_seconds.reset(outside)
-            _active.reset(token)
+        return _Active(self)
 
     def timed(self, lane: str, name: str, *, num_bytes: int = 0) -> contextlib.AbstractContextManager[None]:
         """Records the time that the `with` block takes here, whichever trace is active.
@@ -237,30 +240,57 @@ class _Timed(contextlib.AbstractContextManager[None]):
         self._trace.note(self._lane, self._name, self._start, self._num_bytes)
 
 
-@contextlib.contextmanager
-def span(lane: str, name: str = "", *, num_bytes: int = 0) -> Generator[None, None, None]:
+@final
+class _Active(contextlib.AbstractContextManager[Trace]):
+    """A `with` block in which a trace is the active one."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def __enter__(self) -> Trace:
+        self._tokens = _active.set(self._trace), _inner_seconds.set(None)
+        return self._trace
+
+    def __exit__(self, *_: object) -> None:
+        active, inner = self._tokens
+        _inner_seconds.reset(inner)
+        _active.reset(active)
+
+
+@final
+class _Spanned(contextlib.AbstractContextManager[None]):
+    """A `with` block whose time goes to the active trace, without that of the ones inside it."""
+
+    def __init__(self, lane: str, name: str, num_bytes: int) -> None:
+        self._lane, self._name, self._num_bytes = lane, name, num_bytes
+        self._trace: Trace | None = None
+
+    def __enter__(self) -> None:
+        self._trace = _active.get()
+        if self._trace is not None:
+            self._inner: list[float] = []
+            self._token = _inner_seconds.set(self._inner)
+            self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._trace is None:
+            return
+        seconds = time.perf_counter() - self._start
+        _inner_seconds.reset(self._token)
+        outer = _inner_seconds.get()
+        if outer is not None:
+            outer.append(seconds)
+        inner = sum(self._inner)
+        self._trace.spanned(self._lane, self._name, self._start, seconds, self._num_bytes, inner_seconds=inner)
+
+
+def span(lane: str, name: str = "", *, num_bytes: int = 0) -> contextlib.AbstractContextManager[None]:
     """Records the time that the `with` block takes, on a lane of the active trace, if there is one.
 
     **Arguments:** `lane`: one of the lanes above, or another. `name`: what is done; the lane's name by default.
     `num_bytes`: bytes that were moved.
     """
-    trace = _active.get()
-    if trace is None:
-        yield
-        return
-    inner: list[float] = []
-    token = _inner_seconds.set(inner)
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds = time.perf_counter() - start
-        _inner_seconds.reset(token)
-        outer = _inner_seconds.get()
-        if outer is not None:
-            outer.append(seconds)
-        done = Span(lane, name or lane, threading.current_thread().name, start, seconds, num_bytes)
-        trace.record(done, inner_seconds=sum(inner))
+    return _Spanned(lane, name or lane, num_bytes)
 
 
 def note_since(lane: str, name: str, start: float) -> None:

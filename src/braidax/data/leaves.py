@@ -102,9 +102,9 @@ def gather(
                 np.take(array, rows, axis=0, out=stored, mode="clip")
             narrow(stored, part, rows + first_record, where=where, leaf=leaf)
     elif array.flags.aligned or not out.size:
-        np.take(array, indices, axis=0, out=out, mode="clip")
+        array.take(indices, axis=0, out=out, mode="clip")
     else:  # np.take would first make an aligned copy of the whole array; bytes are always aligned
-        np.take(_bytes(array), indices, axis=0, out=_bytes(out), mode="clip")
+        _bytes(array).take(indices, axis=0, out=_bytes(out), mode="clip")
 
 
 def narrow(values: NDArray[Any], out: NDArray[Any], indices: Indices, *, where: str, leaf: str) -> None:

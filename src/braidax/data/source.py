@@ -222,8 +222,14 @@ def prepare(source: Source, indices: Indices) -> None:
 
 def prepare_slices(source: Source, indices: Indices, boxes: Sequence[Box | None]) -> None:
     """Tells a source that can fetch parts ahead which ones will be read soon."""
-    if isinstance(source, PreparedSlices):
-        source.prepare_slices(indices, boxes)
+    if _prepares_slices(type(source)):
+        cast(PreparedSlices, source).prepare_slices(indices, boxes)
+
+
+@functools.cache
+def _prepares_slices(kind: type[Any]) -> bool:
+    """Says whether a class of sources can fetch parts ahead; asked for every batch, and slow to find out."""
+    return issubclass(kind, PreparedSlices)
 
 
 @functools.cache

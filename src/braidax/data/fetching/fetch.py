@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from braidax.data.fetching.confirmation import Confirmation
 from braidax.data.fetching.slots import Slots
 from braidax.data.sharding.load_plan import LoadPlan, Reading
-from braidax.data.source import PreparedSlices, Source, prepare, read_samples, read_slices
+from braidax.data.source import Source, prepare, prepare_slices, read_samples, read_slices
 from braidax.data.workers.cores import cores_near
 from braidax.data.workers.threads import Threads, timed_out
 from braidax.errors import WaitTimeout
@@ -125,7 +125,8 @@ class Fetch:
             batch.source, batch.indices = draw()
             batch.memory = self._slots.take()
             if self._plan.form == "slices":
-                self._prepare_slices(batch.source, batch.indices)
+                for start, stop, boxes in self._plan.reads(self._plan.batch_size):
+                    prepare_slices(batch.source, batch.indices[start:stop], boxes)
             else:
                 prepare(batch.source, batch.indices[self._local[: np.searchsorted(self._local, len(batch.indices))]])
             least = -(-len(self._local) // (_READS_EACH * self._threads.num_threads))
@@ -146,11 +147,6 @@ class Fetch:
             return
         for read in reads:  # all behind those of batches that began before: these are wanted first
             self._threads.run(self._fill, batch, read)
-
-    def _prepare_slices(self, source: Source, indices: NDArray[np.int64]) -> None:
-        if isinstance(source, PreparedSlices):
-            for start, stop, boxes in self._plan.reads(self._plan.batch_size):
-                source.prepare_slices(indices[start:stop], boxes)
 
     def _hedge(self, batch: "Batch") -> None:
         late = time.monotonic() - self._pace.hedge_seconds

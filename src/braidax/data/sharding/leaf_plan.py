@@ -7,7 +7,7 @@ their own in the same slot.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from braidax.data.sharding.load_sharding import Bounds, Loading, Target, local_slices
 from braidax.data.workers.alignment import ALIGNMENT, aligned
 
+_MAX_SPOTS = 256  # that are remembered: reads become longer and shorter with what they cost
 _SMALL = 1 << 14  # bytes: a slice up to this size is read with its neighbors and then moved to an aligned place
 
 
@@ -97,12 +98,22 @@ class LeafPlan:
 
         **Arguments:** `box`: the part of each sample; all of it by default.
         """
-        box = self.whole if box is None else box
-        for place in self.rows:
-            if place.box == box and place.start <= start and stop <= place.stop:
-                offset = place.offset + (start - place.start) * _volume(box) * self.dtype.itemsize
-                return np.ndarray((stop - start, *_sizes(box)), self.dtype, memory.data, offset)
-        return None
+        spot = self._spot(start, stop, box)
+        return None if spot is None else np.ndarray(spot[0], self.dtype, memory.data, spot[1])
+
+    @functools.cached_property
+    def _spot(self) -> Callable[[int, int, Bounds | None], tuple[tuple[int, ...], int] | None]:
+        """Finds the shape of rows as they stand in a slot, and their byte offset."""
+
+        def find(start: int, stop: int, box: Bounds | None) -> tuple[tuple[int, ...], int] | None:
+            box = self.whole if box is None else box
+            for place in self.rows:
+                if place.box == box and place.start <= start and stop <= place.stop:
+                    offset = place.offset + (start - place.start) * _volume(box) * self.dtype.itemsize
+                    return (stop - start, *_sizes(box)), offset
+            return None
+
+        return functools.lru_cache(maxsize=_MAX_SPOTS)(find)
 
     def empty(self, start: int, stop: int, box: Bounds | None = None) -> NDArray[Any]:
         """Returns memory for rows `[start, stop)`, contents undefined. **Arguments:** `box`: as in `view`."""
@@ -117,15 +128,23 @@ class LeafPlan:
 
     def slice(self, memory: NDArray[np.uint8], bounds: Bounds) -> NDArray[Any]:
         """Returns one of `slices`, contiguous, as it stands in a slot; copies it there if it has a place of its own."""
-        stand, lead = self.stands[bounds], self.loading.lead
-        outer, inner = bounds[: lead + 1], bounds[lead + 1 :]
-        rows: NDArray[Any] = np.ndarray((*_sizes(outer), *_sizes(stand.box)), self.dtype, memory.data, stand.offset)
+        stand, shape = self._shapes[bounds]
+        rows: NDArray[Any] = np.ndarray(shape, self.dtype, memory.data, stand.offset)
         if stand.copy is None:
             return rows
+        inner = bounds[self.loading.lead + 1 :]
         own: NDArray[Any] = np.ndarray(_sizes(bounds), self.dtype, memory.data, stand.copy)
         part = [slice(begin - first, end - first) for (begin, end), (first, _) in zip(inner, stand.box, strict=True)]
         np.copyto(own, rows[(..., *part)] if part else rows)
         return own
+
+    @functools.cached_property
+    def _shapes(self) -> Mapping[Bounds, tuple[Stand, tuple[int, ...]]]:
+        """Where each slice stands, and in which shape."""
+        num_outer = self.loading.lead + 1
+        return {
+            bounds: (stand, (*_sizes(bounds[:num_outer]), *_sizes(stand.box))) for bounds, stand in self.stands.items()
+        }
 
 
 class Layout:

@@ -3,6 +3,7 @@
 Made once per (shapes, shardings).
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +55,7 @@ class LoadPlan:
         """A PyTree of the leaves' `NamedSharding`."""
         return jax.tree.unflatten(self.structure, [leaf.sharding for leaf in self.leaves])
 
-    @property
+    @functools.cached_property
     def sample_bytes(self) -> int:
         """Bytes of one sample over all leaves."""
         return sum(math.prod(leaf.sample_shape) * leaf.dtype.itemsize for leaf in self.leaves)
@@ -66,14 +67,28 @@ class LoadPlan:
 
     def reads(self, max_rows: int) -> Iterator[Reading]:
         """Yields what is to be read: at most `max_rows` each, in one piece in every leaf that needs it."""
-        borders = sorted({border for leaf in self.leaves for row in leaf.rows for border in (row.start, row.stop)})
-        for start, stop in itertools.pairwise(borders):
-            needed = [[row.box for row in leaf.rows if row.start <= start and stop <= row.stop] for leaf in self.leaves]
+        for reading in self._stretches:
+            start, stop, boxes = reading
+            if stop - start <= max_rows:
+                yield reading
+                continue
             num_parts = -(-(stop - start) // max_rows)
             edges = [start + (stop - start) * part // num_parts for part in range(num_parts + 1)]
-            for boxes in itertools.zip_longest(*needed):
-                if any(box is not None for box in boxes):
-                    yield from (Reading(first, last, boxes) for first, last in itertools.pairwise(edges))
+            yield from (Reading(first, last, boxes) for first, last in itertools.pairwise(edges))
+
+    @functools.cached_property
+    def _stretches(self) -> list[Reading]:
+        """What is to be read, each in as many rows as there are in one piece."""
+        borders = sorted({border for leaf in self.leaves for row in leaf.rows for border in (row.start, row.stop)})
+        found: list[Reading] = []
+        for start, stop in itertools.pairwise(borders):
+            needed = [[row.box for row in leaf.rows if row.start <= start and stop <= row.stop] for leaf in self.leaves]
+            found += [
+                Reading(start, stop, boxes)
+                for boxes in itertools.zip_longest(*needed)
+                if any(box is not None for box in boxes)
+            ]
+        return found
 
     def local_rows(self) -> NDArray[np.bool_]:
         """Returns which rows of a batch this process reads something of, `[batch_size]`."""

@@ -12,9 +12,10 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ from braidax.data.storage.local import ReadAhead, ask_ahead, merged
 from braidax.errors import FormatError
 
 Places = NDArray[np.int64]
+Find = Callable[[], Iterable[tuple[Places, Places | np.int64]]]
+"""Finds the ranges of a read: places, and their lengths."""
 
 _FETCHED_GAP_BYTES = 1 << 15  # storage fetches ranges that lie closer together as one
 _GATHERED_BYTES = 1 << 19  # what one call of NumPy gathers: it fits into a core's cache on its way to `out`
@@ -191,19 +194,26 @@ class Mapped(Memory):
     def piece(self, file: int, offset: int, length: int) -> Bytes:
         return self._views[file][offset : offset + length]
 
-    @contextlib.contextmanager
-    def reading(self, places: Places, lengths: Places | np.int64) -> Generator[None]:
+    def reading(self, places: Places, lengths: Places | np.int64) -> AbstractContextManager[None]:
         """Checks that the files are what they were and, where reads wait for the disk, asks the kernel ahead.
 
         **Arguments:** `places`, `lengths`: what the `with` block will read.
 
-        **Raises:** `FormatError` naming a file that has changed.
+        **Raises:** `FormatError` naming a file that has changed, as it begins.
         """
-        self._check_unchanged()
-        with self._ahead.watch(len(places)):
-            if self._ahead.is_cold:
-                self._ask(places, lengths)
-            yield
+        return _Reading(self, len(places), lambda: [(places, lengths)])
+
+    def reading_found(self, num_ranges: int, find: Find) -> AbstractContextManager[None]:
+        """As `reading`, where the ranges are not known yet: they are found only if reads wait for the disk.
+
+        **Arguments:** `num_ranges`: how many there are. **Raises:** as `reading`.
+        """
+        return _Reading(self, num_ranges, find)
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether reads wait for the disk."""
+        return self._ahead.is_cold
 
     def _map(self, name: str) -> mmap.mmap:
         options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
@@ -290,6 +300,25 @@ def _gather_records(records: NDArray[Any], places: Places, out: NDArray[np.uint8
 
 def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@final
+class _Reading(AbstractContextManager[None]):
+    """A read of a mapping, from its check on; a generator would take as long as a small read."""
+
+    def __init__(self, mapped: Mapped, num_ranges: int, find: Find) -> None:
+        self._mapped, self._find = mapped, find
+        self._watch = mapped._ahead.watch(num_ranges)
+
+    def __enter__(self) -> None:
+        self._mapped._check_unchanged()
+        self._watch.__enter__()
+        if self._mapped.is_cold:
+            for places, lengths in self._find():
+                self._mapped._ask(places, lengths)
+
+    def __exit__(self, *exception: object) -> None:
+        self._watch.__exit__(*exception)
 
 
 class Fetched(Memory):

@@ -50,6 +50,7 @@ class ArraySource(Source, Sliced):
         self._layouts = {
             name: RecordLayout(self._leaves[name].shape[1:], self._leaves[name].dtype) for name in sorted(self._leaves)
         }
+        self._whole = {name: layout.whole for name, layout in self._layouts.items()}
 
     @property
     def sample_spec(self) -> Any:
@@ -66,23 +67,35 @@ class ArraySource(Source, Sliced):
 
     def read(self, indices: Indices, out: Any) -> None:
         """Copies rows into place: one vectorised copy per leaf."""
-        boxes = [layout.whole for layout in self._layouts.values()]
-        self.read_slices(indices, boxes, [out[name] for name in self._layouts])
+        self.read_slices(indices, list(self._whole.values()), [out[name] for name in self._layouts])
 
     def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
         """Copies parts of rows into place: one vectorised copy per leaf, which touches nothing else of the array."""
         check_indices(indices, self._num_samples, where=self._where)
-        for name, box, target in zip(self._layouts, boxes, out, strict=True):
-            if box is not None and target is not None:
-                self._read_leaf(name, indices, box, target)
-                if target.dtype == np.bool_:  # a damaged file may hold other bytes than 0 and 1
-                    np.not_equal(target.view(np.uint8), 0, out=target)
+        parts = [part for part in zip(self._layouts, boxes, out, strict=True) if part[1] is not None]
+        rows = [name for name, box, _ in parts if self._is_gathered(name, box)]
+        with self._reading(rows, indices):
+            for name, box, target in parts:
+                if name in rows and target is not None and box is not None:
+                    part = self._leaves[name]
+                    if box != self._whole[name]:
+                        part = part[(slice(None), *(slice(start, stop) for start, stop in box))]
+                    gather(part, indices, target, where=self._where, leaf=name)
+        for name, box, target in parts:
+            if target is None or box is None:
+                continue
+            if name not in rows:
+                self._read_box(name, indices, box, target)
+            if target.dtype == np.bool_:  # a damaged file may hold other bytes than 0 and 1
+                np.not_equal(target.view(np.uint8), 0, out=target)
 
     def prepare(self, indices: Indices) -> None:
         """Asks the kernel ahead for the bytes of these samples, while the disk is what reads wait for."""
+        if self._mapped is None or not self._mapped.is_cold:
+            return
         for name in self._leaves:
             places, row_bytes = self._rows(name, indices)
-            if self._mapped is not None and len(places):
+            if len(places):
                 self._mapped.prepare(places, np.full(len(places), row_bytes))
 
     @property
@@ -108,13 +121,12 @@ class ArraySource(Source, Sliced):
         }
         return _source_again, (kept, views, self._where, self._facts, self._mapped)
 
-    def _read_leaf(self, name: str, indices: Indices, box: Box, target: NDArray[Any]) -> None:
+    def _is_gathered(self, name: str, box: Box | None) -> bool:
+        """Says whether NumPy takes the rows of a leaf; parts of them are found by their bytes where they can be."""
+        return box == self._whole[name] or not self._leaves[name].flags.c_contiguous
+
+    def _read_box(self, name: str, indices: Indices, box: Box, target: NDArray[Any]) -> None:
         array, place, layout = self._leaves[name], self._places[name], self._layouts[name]
-        if box == layout.whole or not array.flags.c_contiguous:
-            part = array[(slice(None), *(slice(start, stop) for start, stop in box))]
-            with self._reading(name, indices):
-                gather(part, indices, target, where=self._where, leaf=name)
-            return
         if self._mapped is None or place is None:
             copy, first = functools.partial(gather_held, array.reshape(-1).view(np.uint8)), 0
         else:
@@ -122,8 +134,11 @@ class ArraySource(Source, Sliced):
         starts = first + indices * layout.num_bytes
         read_boxes(copy, starts, box, target, layout=layout, records=indices, where=self._where, leaf=name)
 
-    def _reading(self, name: str, indices: Indices) -> AbstractContextManager[None]:
-        return nullcontext() if self._mapped is None else self._mapped.reading(*self._rows(name, indices))
+    def _reading(self, names: Sequence[str], indices: Indices) -> AbstractContextManager[None]:
+        if self._mapped is None or not names:
+            return nullcontext()
+        num_ranges = len(indices) * sum(self._places[name] is not None for name in names)
+        return self._mapped.reading_found(num_ranges, lambda: [self._rows(name, indices) for name in names])
 
     def _rows(self, name: str, indices: Indices) -> tuple[Indices, np.int64]:
         """Returns the places of some samples of a leaf, and their bytes: none where they are not mapped row by row."""
