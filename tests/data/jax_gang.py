@@ -66,6 +66,7 @@ class Case:
     explicit: bool = False
     remainder: Any = "drop"
     small_bytes: int = 1  # so that leaves need not be large to be cut
+    again_bytes: int = 0  # so that nothing is read again because it was seen to be quicker
 
     def shardings(self) -> dict[str, NamedSharding]:
         """Returns the shardings by leaf."""

@@ -18,9 +18,9 @@ from braidax.data.fetching.fetch import Batch, Fetch
 from braidax.data.given import Given, OnError, Workers
 from braidax.data.knobs import Knobs, Stats
 from braidax.data.multihost.meeting import ProcessGroup, agreeing, process_group
+from braidax.data.multihost.reading_again import quickest
 from braidax.data.multihost.replicas import Replicas
 from braidax.data.multihost.rounds import Rounds, begin
-from braidax.data.multihost.small_leaves import quicker
 from braidax.data.sampling.order import Cursor, Order, Remainder
 from braidax.data.sharding.compiled_step import devices_of, specs_like
 from braidax.data.sharding.explain import Explanation, explain
@@ -122,9 +122,9 @@ class DataLoader:
                 self._mask = Mask(self._plan, mesh, mask_spec) if remainder == "pad" else None
                 self.cursor = Cursor(seed)
                 facts.update(self._facts(epochs, remainder))
-            if self._group is not None and self._plan.reads_again:
+            if self._group is not None:
                 deadline = time.monotonic() + limit
-                self._plan = quicker(self._plan, plan(small="once"), self.source, self._group, deadline=deadline)
+                self._plan = quickest(self._plan, plan, self.source, self._group, deadline=deadline)
             undo.pop_all()
         self._source_at = functools.lru_cache(maxsize=4)(functools.partial(source_at, self.source))
         self._checksum_every = checksum_every

@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 from braidax.data.knobs import Knobs
 from braidax.data.loader import DataLoader
+from braidax.data.multihost import reading_again
 from braidax.data.sampling.order import Cursor
 from braidax.data.storage.progress import Progress
 from braidax.errors import BraidaxError, CallFailed, PeerLost
 from braidax.gang import LocalGang
-from tests.data.jax_gang import RUN_SECONDS, Counting, jax_gang
+from tests.data.jax_gang import RUN_SECONDS, Counting, CountingSliced, jax_gang
 from tests.data.numbered import Numbers
 
 SECONDS = 20.0
@@ -271,6 +272,61 @@ def test_small_leaves_are_exchanged_where_reading_them_again_is_slow(
     gang: LocalGang, seconds: float, redundancy: float
 ) -> None:
     assert [(kind, text) for kind, text, _ in told(gang, choosing, seconds, redundancy)] == [("", "")] * 3
+
+
+class Stored(CountingSliced):
+    """Large samples that can be read in part: at a price for each, and others where files differ."""
+
+    def __init__(self, seconds: float, differs: int) -> None:
+        super().__init__({"leaf0": jax.ShapeDtypeStruct((16384,), np.int32)}, 36)
+        self._seconds, self._differs = seconds, differs
+
+    def read(self, indices: np.ndarray, out: Any) -> None:
+        self.read_slices(indices, [((0, 16384),)], [out["leaf0"]])
+
+    def read_slices(self, indices: np.ndarray, boxes: Any, out: Any) -> None:
+        time.sleep(self._seconds * len(indices))
+        super().read_slices(indices, boxes, out)
+        for place in out:
+            place += self._differs
+
+
+def choosing_for_large(rank: int, seconds: float, differs: bool, redundancy: float) -> None:
+    """A batch of 12 x 64 KiB that all processes hold; to exchange it takes a second."""
+    exchange = reading_again._exchange_seconds
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading_again, "_exchange_seconds", lambda plan: exchange(plan) and 1.0)
+        source = Stored(seconds, rank * differs)
+        with DataLoader(source, mesh(), P(), batch_size=12, knobs=KNOBS) as loader:
+            found = loader.explain()
+            assert found.redundancy == redundancy
+            assert ("quicker than to exchange it" in found.leaves[0].why) == (redundancy > 1)
+            source.forget()
+            for indices, batch in zip(loader.peek(3), loader, strict=True):
+                for shard in batch["leaf0"].addressable_shards if not differs else ():
+                    np.testing.assert_array_equal(np.asarray(shard.data), source.values("leaf0", indices))
+        assert len(source.records) == 36 * redundancy / 3
+
+
+@pytest.mark.parametrize(("seconds", "differs", "redundancy"), [(0.0, False, 3.0), (0.2, False, 1.0), (0.0, True, 1.0)])
+def test_what_is_stored_is_read_again_where_that_is_quicker_and_the_same(
+    gang: LocalGang, seconds: float, differs: bool, redundancy: float
+) -> None:
+    """0.2 s a sample: 0.8 s and the exchange, or 2.4 s. Where files differ, each is read by one process."""
+    assert [(kind, text) for kind, text, _ in told(gang, choosing_for_large, seconds, differs, redundancy)] == [
+        ("", "")
+    ] * 3
+
+
+def test_what_a_transform_makes_is_read_once(gang: LocalGang) -> None:
+    assert [(kind, text) for kind, text, _ in told(gang, choosing_for_made)] == [("", "")] * 3
+
+
+def choosing_for_made(rank: int) -> None:
+    """Large whole samples, which cost nothing: code may draw numbers of its own for them on each process."""
+    source = Counting({"leaf0": jax.ShapeDtypeStruct((16384,), np.int32)}, 36)
+    with DataLoader(source, mesh(), P(), batch_size=12, knobs=KNOBS) as loader:
+        assert loader.explain().redundancy == 1.0
 
 
 def outsider(rank: int) -> None:

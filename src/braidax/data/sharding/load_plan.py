@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from braidax.data.sharding.leaf_plan import Bounds, Layout, LeafPlan, key_of
-from braidax.data.sharding.load_sharding import SMALL, Small, Target, as_target, load_shardings
+from braidax.data.sharding.load_sharding import CHEAP, SMALL, Again, Target, as_target, load_shardings
 from braidax.data.sharding.reshard import Exchanged, Reshard
 from braidax.data.sharding.specs import resolve_shardings, stacked
 from braidax.errors import ArgumentError
@@ -62,8 +62,8 @@ class LoadPlan:
 
     @property
     def reads_again(self) -> bool:
-        """Whether several processes read the same small leaf."""
-        return any(leaf.loading.why == SMALL for leaf in self.leaves)
+        """Whether several processes read the same leaf."""
+        return any(leaf.loading.why in (SMALL, CHEAP) for leaf in self.leaves)
 
     def reads(self, max_rows: int) -> Iterator[Reading]:
         """Yields what is to be read: at most `max_rows` each, in one piece in every leaf that needs it."""
@@ -141,7 +141,7 @@ def plan_load(
     reads: Literal["once", "held"] = "held",
     cut_dims: Sequence[int] | None = None,
     microbatches: int | None = None,
-    small: Small = "again",
+    again: Again = "small",
     placement: Placed = "devices",
 ) -> LoadPlan:
     """Returns the load plan of a batch.
@@ -150,7 +150,7 @@ def plan_load(
     `PartitionSpec`s refer to. `specs`: a PyTree of `PartitionSpec` or `NamedSharding`, or a prefix of one. `reads`:
     `"held"`: every process has what its devices hold; `"once"`: nothing is had by two processes. `cut_dims`: as in
     `load_shardings`. `microbatches`: how many the arrays are to be stacks of, `[microbatches, batch, ...]`, where
-    `specs` describe one; None for arrays `[batch, ...]`. `small`: as in `load_shardings`. `placement`: `"host"` makes
+    `specs` describe one; None for arrays `[batch, ...]`. `again`: as in `load_shardings`. `placement`: `"host"` makes
     NumPy arrays, with the mesh and specs of `host_mesh`.
 
     **Raises:** `SpecError` if specs, mesh and batch do not fit; `ArgumentError` for a dtype that JAX would truncate and
@@ -169,7 +169,7 @@ def plan_load(
     ]
     lead = 0 if microbatches is None else 1
     if reads == "once":
-        loadings = load_shardings(targets, lead=lead, cut_dims=cut_dims, small=small)
+        loadings = load_shardings(targets, lead=lead, cut_dims=cut_dims, again=again)
     else:
         loadings = [as_target(target, lead) for target in targets]
     depths = [0] * len(targets) if cut_dims is None else cut_dims

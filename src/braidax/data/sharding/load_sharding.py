@@ -8,6 +8,7 @@ nothing but the mesh, so that each process knows what every other one reads.
 
 import functools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -21,6 +22,7 @@ SMALL_BYTES = 1 << 16
 """What has less than this in a batch may be read by several processes."""
 
 SMALL = "small: every process that holds it reads it"
+CHEAP = "every process that holds it reads it: that was seen to be quicker than to exchange it"
 """Why nothing is exchanged."""
 
 Axes = tuple[str, ...]
@@ -108,22 +110,23 @@ class _Cut(NamedTuple):
     pieces: Axes
 
 
-Small = Literal["again", "once"]
-"""What becomes of small leaves: read by all that hold them, or once, and exchanged."""
+Again = Literal["small", "nothing", "all"]
+"""Which leaves are read by all that hold them; the others are read once, and exchanged."""
 
 
 def load_shardings(
-    targets: Sequence[Target], *, lead: int = 0, cut_dims: Sequence[int] | None = None, small: Small = "again"
+    targets: Sequence[Target], *, lead: int = 0, cut_dims: Sequence[int] | None = None, again: Again = "small"
 ) -> list[Loading]:
-    """Returns how each leaf is loaded so that nothing is read twice, small leaves aside.
+    """Returns how each leaf is loaded so that nothing is read twice but what is read again.
 
     **Arguments:** `targets`: the leaves. `lead`: 1 where a dim of microbatches comes before the rows. `cut_dims`: for
     each leaf along how many dims of a sample, from the first one on, the source can read parts; None for a source that
-    reads whole records. `small`: of leaves that are small, and share no devices with a large one that is exchanged.
+    reads whole records. `again`: small leaves are those that share no devices with a large one that is exchanged.
     """
-    large_bytes = SMALL_BYTES if small == "again" else 0
+    large_bytes = {"small": SMALL_BYTES, "nothing": 0, "all": sys.maxsize}[again]
+    why = CHEAP if again == "all" else SMALL
     if cut_dims is None:
-        return _by_records(targets, lead, large_bytes)
+        return _by_records(targets, lead, large_bytes, why)
     cuts = [_cut(target, lead, depth) for target, depth in zip(targets, cut_dims, strict=True)]
     meshes = _load_meshes(targets)
     exchanged = {
@@ -134,7 +137,7 @@ def load_shardings(
     loadings: list[Loading] = []
     for target, cut in zip(targets, cuts, strict=True):
         if cut.pieces and frozenset(device_grid(target.sharding.mesh).flat) not in exchanged:
-            loadings.append(as_target(target, lead, why=SMALL))
+            loadings.append(as_target(target, lead, why=why))
         else:
             loadings.append(_loading(target, lead, cut, meshes[target.sharding.mesh]))
     return loadings
@@ -205,7 +208,7 @@ def _mesh(sharding: NamedSharding) -> Mesh:
     return mesh
 
 
-def _by_records(targets: Sequence[Target], lead: int, large_bytes: int) -> list[Loading]:
+def _by_records(targets: Sequence[Target], lead: int, large_bytes: int, again: str) -> list[Loading]:
     """Cuts all leaves of a mesh by the rows of its largest one: a record is read once, with all its leaves."""
     loadings: dict[int, Loading] = {}
     for mesh, load_mesh in _load_meshes(targets).items():
@@ -215,7 +218,7 @@ def _by_records(targets: Sequence[Target], lead: int, large_bytes: int) -> list[
         is_small = sum(targets[number].num_bytes for number in members) < large_bytes
         for number in members:
             if is_small or not crossing_axes(mesh):
-                why = SMALL if _cut(targets[number], lead, 0).pieces else ""
+                why = again if _cut(targets[number], lead, 0).pieces else ""
                 loadings[number] = as_target(targets[number], lead, why=why)
             else:
                 loadings[number] = _loading(targets[number], lead, cut, load_mesh)

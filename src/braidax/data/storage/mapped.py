@@ -201,14 +201,14 @@ class Mapped(Memory):
 
         **Raises:** `FormatError` naming a file that has changed, as it begins.
         """
-        return _Reading(self, len(places), lambda: [(places, lengths)])
+        return self.reading_found(len(places), lambda: [(places, lengths)])
 
     def reading_found(self, num_ranges: int, find: Find) -> AbstractContextManager[None]:
         """As `reading`, where the ranges are not known yet: they are found only if reads wait for the disk.
 
         **Arguments:** `num_ranges`: how many there are. **Raises:** as `reading`.
         """
-        return _Reading(self, num_ranges, find)
+        return _Reading(self._check_unchanged, self._ahead, num_ranges, find, self._ask)
 
     @property
     def is_cold(self) -> bool:
@@ -304,18 +304,25 @@ def _physical_bytes() -> int:
 
 @final
 class _Reading(AbstractContextManager[None]):
-    """A read of a mapping, from its check on; a generator would take as long as a small read."""
+    """A read of mapped files, from its check on; a generator would take as long as a small read."""
 
-    def __init__(self, mapped: Mapped, num_ranges: int, find: Find) -> None:
-        self._mapped, self._find = mapped, find
-        self._watch = mapped._ahead.watch(num_ranges)
+    def __init__(
+        self,
+        check: Callable[[], None],
+        ahead: ReadAhead,
+        num_ranges: int,
+        find: Find,
+        ask: Callable[[Places, Places | np.int64], None],
+    ) -> None:
+        self._check, self._ahead, self._find, self._ask = check, ahead, find, ask
+        self._watch = ahead.watch(num_ranges)
 
     def __enter__(self) -> None:
-        self._mapped._check_unchanged()
+        self._check()
         self._watch.__enter__()
-        if self._mapped.is_cold:
+        if self._ahead.is_cold:
             for places, lengths in self._find():
-                self._mapped._ask(places, lengths)
+                self._ask(places, lengths)
 
     def __exit__(self, *exception: object) -> None:
         self._watch.__exit__(*exception)
