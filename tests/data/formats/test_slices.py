@@ -223,18 +223,20 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def counting() -> Iterator[list[int]]:
     """Counts the bytes that any memory is asked for, in a list of one number for each time."""
     found: list[int] = []
-    reading, slices = Mapped.reading, Fetched.slices
+    reading, slices = Mapped.reading_found, Fetched.slices
 
-    def mapped(self: Mapped, places: Any, lengths: Any) -> Any:
-        found.append(int(np.broadcast_to(lengths, places.shape).sum()))
-        return reading(self, places, lengths)
+    def mapped(self: Mapped, num_ranges: int, find: Any) -> Any:
+        ranges = list(find())
+        assert num_ranges == sum(len(places) for places, _ in ranges)
+        found.append(sum(int(np.broadcast_to(lengths, places.shape).sum()) for places, lengths in ranges))
+        return reading(self, num_ranges, find)
 
     def fetched(self: Fetched, places: Any, lengths: Any) -> Any:
         found.append(int(lengths.sum()))
         return slices(self, places, lengths)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mapped, "reading", mapped)
+        patch.setattr(Mapped, "reading_found", mapped)
         patch.setattr(Fetched, "slices", fetched)
         yield found
 

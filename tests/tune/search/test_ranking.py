@@ -24,6 +24,7 @@ from braidax.tune.search.roles import (
     UNUSED,
     Offered,
 )
+from braidax.tune.search.splitting import Splits
 from braidax.tune.search.workload import Workload
 
 WORK = Workload(flops=8e9, variable_bytes=800, state_bytes=1600, activation_bytes=6400, summed_bytes=320)
@@ -50,6 +51,13 @@ def test_a_case_by_hand(
 ) -> None:
     found = predict(one(sizes, kinds, microbatches), WORK, Cluster(math.prod(sizes), 1e9, LINK))
     assert [column[0] for column in found] == pytest.approx([seconds, memory, sent])
+
+
+def test_what_products_do_not_split_is_whole_on_each_device() -> None:
+    work = WORK._replace(splits=(Splits(4, 0.5, 0.25, 0.5, 160.0),))
+    found = predict(one((1, 4), (UNUSED, TENSOR)), work, Cluster(4, 1e9, LINK))
+    memory = 3200 * (0.5 / 4 + 0.5) + 6400 * (0.25 / 4 + 0.75)
+    assert [column[0] for column in found] == pytest.approx([8 * (0.5 / 4 + 0.5) + 1.2 + 2, memory, 120])
 
 
 TABLES = WORK._replace(table_bytes=400, row_bytes=40)

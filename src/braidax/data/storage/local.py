@@ -9,9 +9,10 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,13 @@ from braidax.data.storage.files import Bytes, Files, Ranges
 from braidax.errors import FormatError, ReadError
 
 Stretch = tuple[int, int, int, int, int]  # file, offset, length, and which ranges lie in it, from and to
+Find = Callable[[], Iterable[tuple[NDArray[np.int64], NDArray[np.int64] | np.int64]]]
+"""Finds the ranges of a read: places, and their lengths."""
 
 _GAP_BYTES = 1 << 12  # ranges closer than a page are read in one call: the page between them is read anyway
 _COLD_SECONDS = 10.0  # for how long after a read that waited for the disk the kernel is asked ahead
 _COLD_FRACTION = 0.02  # of the ranges of a read
+_QUIET_WINDOWS = 8
 
 
 class LocalFiles(Files):
@@ -223,6 +227,22 @@ class ReadAhead:
                 self._cold_until = time.monotonic() + _COLD_SECONDS
 
 
+class Warming(ReadAhead):
+    """Also knows when all is in memory: asking for a window costs twenty times what copying it costs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_quiet = 0  # windows in a row for which the disk did nothing
+
+    @property
+    def is_cold(self) -> bool:
+        return self._num_quiet < _QUIET_WINDOWS and super().is_cold
+
+    def saw(self, num_waits: int, num_ranges: int) -> None:
+        self._num_quiet = 0 if num_waits else self._num_quiet + 1
+        super().saw(num_waits, num_ranges)
+
+
 class _Watch:
     def __init__(self, ahead: ReadAhead, num_ranges: int) -> None:
         self._ahead = ahead
@@ -233,6 +253,32 @@ class _Watch:
 
     def __exit__(self, *exception: object) -> None:
         self._ahead.saw(_num_waits() - self._before, self._num_ranges)
+
+
+@final
+class Reading(AbstractContextManager[None]):
+    """A read of mapped files, from its check on; a generator would take as long as a small read."""
+
+    def __init__(
+        self,
+        check: Callable[[], None],
+        ahead: ReadAhead,
+        num_ranges: int,
+        find: Find,
+        ask: Callable[[NDArray[np.int64], NDArray[np.int64] | np.int64], None],
+    ) -> None:
+        self._check, self._ahead, self._find, self._ask = check, ahead, find, ask
+        self._watch = ahead.watch(num_ranges)
+
+    def __enter__(self) -> None:
+        self._check()
+        self._watch.__enter__()
+        if self._ahead.is_cold:
+            for places, lengths in self._find():
+                self._ask(places, lengths)
+
+    def __exit__(self, *exception: object) -> None:
+        self._watch.__exit__(*exception)
 
 
 def _num_waits() -> int:

@@ -12,28 +12,25 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.storage.files import Bytes, Files, Ranges
-from braidax.data.storage.local import ReadAhead, ask_ahead, merged
+from braidax.data.storage.local import Find, Reading, Warming, ask_ahead, merged
 from braidax.errors import FormatError
 
 Places = NDArray[np.int64]
-Find = Callable[[], Iterable[tuple[Places, Places | np.int64]]]
-"""Finds the ranges of a read: places, and their lengths."""
 
 _FETCHED_GAP_BYTES = 1 << 15  # storage fetches ranges that lie closer together as one
 _GATHERED_BYTES = 1 << 19  # what one call of NumPy gathers: it fits into a core's cache on its way to `out`
 _ON_GRID_BYTES = 1 << 6  # records of at least this, on one grid, are items of a contiguous array: copied only once
 _PAGE_BYTES = 1 << 12
 _ASKED_BYTES = 1 << 17  # the kernel cuts longer wishes down to its read-ahead, in silence
-_QUIET_WINDOWS = 8
 _FITTING = 0.5  # of the memory of this host: files that stay in the page cache are best read by the kernel's read-ahead
 _CHECK_SHARE = 20  # checking files takes at most this part of the time
 
@@ -121,7 +118,7 @@ class Mapped(Memory):
         self._extent = int((self._origins + np.array(self.sizes)).max())
         self._by_address = np.argsort(self._origins)
         self._records: dict[int, NDArray[Any]] = {}
-        self._ahead = _Warming()
+        self._ahead = Warming()
         self._next_check = 0.0
 
     def __reduce__(self) -> tuple[Callable[..., "Mapped"], tuple[Any, ...]]:
@@ -208,7 +205,7 @@ class Mapped(Memory):
 
         **Arguments:** `num_ranges`: how many there are. **Raises:** as `reading`.
         """
-        return _Reading(self._check_unchanged, self._ahead, num_ranges, find, self._ask)
+        return Reading(self._check_unchanged, self._ahead, num_ranges, find, self._ask)
 
     @property
     def is_cold(self) -> bool:
@@ -302,32 +299,6 @@ def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-@final
-class _Reading(AbstractContextManager[None]):
-    """A read of mapped files, from its check on; a generator would take as long as a small read."""
-
-    def __init__(
-        self,
-        check: Callable[[], None],
-        ahead: ReadAhead,
-        num_ranges: int,
-        find: Find,
-        ask: Callable[[Places, Places | np.int64], None],
-    ) -> None:
-        self._check, self._ahead, self._find, self._ask = check, ahead, find, ask
-        self._watch = ahead.watch(num_ranges)
-
-    def __enter__(self) -> None:
-        self._check()
-        self._watch.__enter__()
-        if self._ahead.is_cold:
-            for places, lengths in self._find():
-                self._ask(places, lengths)
-
-    def __exit__(self, *exception: object) -> None:
-        self._watch.__exit__(*exception)
-
-
 class Fetched(Memory):
     """Files that cannot be mapped, because they are in an object store.
 
@@ -378,22 +349,6 @@ class Fetched(Memory):
     def _ranges(self, places: Places, lengths: Places) -> Ranges:
         file = np.searchsorted(self._origins, places, side="right") - 1
         return Ranges(file, places - self._origins[file], lengths)
-
-
-class _Warming(ReadAhead):
-    """Also knows when all is in memory: asking for a window costs twenty times what copying it costs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._num_quiet = 0  # windows in a row for which the disk did nothing
-
-    @property
-    def is_cold(self) -> bool:
-        return self._num_quiet < _QUIET_WINDOWS and super().is_cold
-
-    def saw(self, num_waits: int, num_ranges: int) -> None:
-        self._num_quiet = 0 if num_waits else self._num_quiet + 1
-        super().saw(num_waits, num_ranges)
 
 
 class _Overlapping:

@@ -118,7 +118,8 @@ def search(
     tell("compiling for one device")
     alone = _alone(loss_fn, optimizer, given, 1)
     used = [*(jax.devices() if devices is None else devices)]
-    work, is_here = workload(alone, loss_fn, optimizer, given), cluster is None
+    is_here, count = cluster is None, len(used) if cluster is None else cluster.devices
+    work = workload(alone, loss_fn, optimizer, given, devices=count)
     num_samples = jax.tree.leaves(given["batch"])[0].shape[0]
     if cluster is None:
         tell("measuring what the devices compute and send")

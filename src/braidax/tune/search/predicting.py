@@ -7,6 +7,7 @@ import numpy as np
 from .candidates import Candidates
 from .cluster import Cluster
 from .roles import FULLY_SHARDED, HALVED, HYBRID, INTERLEAVED, ROTATED, STAGES, TENSOR
+from .splitting import Splits, along
 from .workload import Workload
 
 
@@ -24,16 +25,16 @@ def predict(many: Candidates, work: Workload, cluster: Cluster) -> Predicted:
     Seconds are those of products (`flops / devices`, at the cluster's rate), of messages that these do not hide, and
     what each microbatch takes besides. Along an axis of `N`, with `B` bytes of a variable where it is used: an
     all-reduce sends `2 B (N - 1) / N`; what is gathered, or goes around a ring, three times `B (N - 1) / N` in each
-    microbatch (ZeRO, arXiv 1910.02054, section 7); tensor parallel products sum their results; rows of tables go there
-    and back, once forward and once as gradients (Parallax, EuroSys 2019, section 3). `P` stages compute a batch of `m`
-    microbatches in the time of `m + P - 1` of them, of which interleaving two stages a device spares half of what comes
-    on top (Narayanan et al., SC 2021, section 2.2), and gradients of weights that wait two thirds (Qi et al., ICLR
-    2024, table 1). An axis whose devices do not all lie in one host has the link between hosts; the last axis is the
-    innermost.
+    microbatch (ZeRO, arXiv 1910.02054, section 7); tensor parallel products sum their results, and what these do not
+    split each device has and computes whole; rows of tables go there and back, once forward and once as gradients
+    (Parallax, EuroSys 2019, section 3). `P` stages compute a batch of `m` microbatches in the time of `m + P - 1` of
+    them, of which interleaving two stages a device spares half of what comes on top (Narayanan et al., SC 2021, section
+    2.2), and gradients of weights that wait two thirds (Qi et al., ICLR 2024, table 1). An axis whose devices do not
+    all lie in one host has the link between hosts; the last axis is the innermost.
     """
     laid = _laid_out(many, work)
     fill = _bubble(many, laid.stages)
-    computing = work.flops / laid.sizes.prod(1) / cluster.flops_per_second
+    computing = work.flops * laid.tensor.size / laid.tensor.flops / laid.sizes.prod(1) / cluster.flops_per_second
     sent, exposed, inner = np.zeros(len(laid.sizes)), np.zeros(len(laid.sizes)), np.ones(len(laid.sizes))
     per_host = cluster.devices_per_host or cluster.devices
     for axis in reversed(range(len(many.axes))):
@@ -56,12 +57,14 @@ def predict(many: Candidates, work: Workload, cluster: Cluster) -> Predicted:
 
 class _Laid(NamedTuple):
     """How candidates divide variables. **Fields:** of each the `sizes` of its axes; among how many `parts` samples are
-    divided, and variables by products (`tensor`), by rings and gathering (`moved`), by rows, by stages; bytes of
-    `tables` by rows, and the part `gradients` of all others that have one."""
+    divided, and variables by rings and gathering (`moved`), by rows, by stages; `tensor`: among how many devices
+    products divide variables, activations and flops; bytes of `tables` by rows; the part `gradients` of all others that
+    have one.
+    """
 
     sizes: Any
     parts: Any
-    tensor: Any
+    tensor: Splits
     moved: Any
     by_rows: Any
     stages: Any
@@ -75,7 +78,15 @@ def _laid_out(many: Candidates, work: Workload) -> _Laid:
     tensor, moved, by_rows, stages = (np.where(one, sizes, 1).prod(1) for one in roles)
     gradients = 1 - work.frozen_bytes / work.variable_bytes if work.variable_bytes else 0.0
     tables, parts = np.where(by_rows > 1, work.table_bytes, 0.0), sizes.prod(1) / tensor / stages
-    return _Laid(sizes, parts, tensor, moved, by_rows, stages, tables, gradients)
+    return _Laid(sizes, parts, _divided(work, tensor), moved, by_rows, stages, tables, gradients)
+
+
+def _divided(work: Workload, size: Any) -> Splits:
+    """Returns among how many devices products divide what a device has: as many as the axis has, where all is split."""
+    found = along(work.splits, size)
+    shares = found.variables, found.activations, found.flops
+    summed = np.where(np.isnan(found.summed_bytes), work.summed_bytes, found.summed_bytes)
+    return Splits(size, *(1 / (share / size + 1 - share) for share in shares), summed)
 
 
 def _sent(many: Candidates, work: Workload, laid: _Laid, axis: int) -> tuple[Any, Any]:
@@ -83,12 +94,12 @@ def _sent(many: Candidates, work: Workload, laid: _Laid, axis: int) -> tuple[Any
     size, kind, pieces = laid.sizes[:, axis], many.kinds[:, axis], many.microbatches
     is_moving, is_cut = (kind == FULLY_SHARDED) | (kind == ROTATED), np.isin(kind, STAGES)
     others, chunks = (size - 1) / size, np.where(kind == INTERLEAVED, 2, 1)
-    used = (work.variable_bytes - laid.tables) / laid.tensor / laid.stages
+    used = (work.variable_bytes - laid.tables) / laid.tensor.variables / laid.stages
     again = np.where(laid.moved > 1, pieces, 1)
     rows = 2 * work.row_bytes / laid.parts / laid.stages * others * (kind == HYBRID)
     whole = 2 * laid.gradients * used / laid.moved * others * again + rows
     taken = (2 + laid.gradients) * used * others * pieces
-    summed = work.summed_bytes / laid.parts / laid.stages * others
+    summed = laid.tensor.summed_bytes / laid.parts / laid.stages * others
     handed = 2 * work.cut_bytes / laid.parts * (chunks - 1 / size)
     here = np.select([is_cut, kind == TENSOR, is_moving, size > 1], [handed, summed, taken, whole], 0.0)
     count = np.select([is_cut, kind == TENSOR, is_moving], [2.0 * chunks, 4.0, 3.0 * work.num_messages], 2.0)
@@ -101,8 +112,10 @@ def _memory(many: Candidates, work: Workload, laid: _Laid) -> Any:
     share = laid.tables / work.variable_bytes if work.variable_bytes else 0.0
     kept = (work.variable_bytes - laid.tables) * (1 + laid.gradients) + work.state_bytes * (1 - share)
     tables = laid.tables + work.state_bytes * share
-    activations = work.activation_bytes / laid.parts / laid.tensor / many.microbatches
-    of_stage = kept / laid.tensor / laid.moved + tables / laid.by_rows + activations * _in_flight(many, laid.stages)
+    activations = work.activation_bytes / laid.parts / laid.tensor.activations / many.microbatches
+    of_stage = (
+        kept / laid.tensor.variables / laid.moved + tables / laid.by_rows + activations * _in_flight(many, laid.stages)
+    )
     return of_stage / laid.stages
 
 

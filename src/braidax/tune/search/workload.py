@@ -18,6 +18,7 @@ from braidax.parallel.rows.read_rows import ReadRows
 from braidax.program import Chain, Program, cost_of, find_mixing
 
 from .roles import Offered
+from .splitting import Splits, splits_of
 
 
 class Workload(NamedTuple):
@@ -28,6 +29,7 @@ class Workload(NamedTuple):
     backward. `num_messages`: variables that are taken in a run of the loss. `frozen_bytes`: of those with no gradient.
     `table_bytes`: of those that are read by rows, and pay by rows; `row_bytes`: of what a batch reads of them, at most.
     `cut_bytes`: that go over a place where the loss is narrow; `most_stages`: one more than there are such places.
+    `splits`: what tensor parallelism splits, by the size of its axis; all, where an axis is not among them.
     """
 
     flops: float
@@ -41,6 +43,7 @@ class Workload(NamedTuple):
     row_bytes: float = 0.0
     cut_bytes: float = 0.0
     most_stages: int = 1
+    splits: tuple[Splits, ...] = ()
 
     @property
     def offered(self) -> Offered:
@@ -49,13 +52,19 @@ class Workload(NamedTuple):
 
 
 def workload(
-    alone: Step, loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation, given: dict[str, Any]
+    alone: Step,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    given: dict[str, Any],
+    *,
+    devices: int = 1,
 ) -> Workload:
     """Traces a loss and compiles its gradients for one device, and returns them in numbers.
 
     A backward pass has twice the operations of the forward pass.
 
-    **Arguments:** `alone`: the step of one device. `given`: `init` and `batch` of `parallelize`.
+    **Arguments:** `alone`: the step of one device. `given`: `init` and `batch` of `parallelize`. `devices`: that it is
+    searched for.
     """
     born = trace_init(given["init"], Loss(loss_fn))
     program = traced_loss(Loss(loss_fn), born.out_specs, given["batch"], 1, alone.mesh)
@@ -66,11 +75,14 @@ def workload(
     frozen = sum(one.num_bytes for one in variables if one.frozen)
     tables, rows = _tables(model)
     cut_bytes, most_stages = _cuts(program)
+    flops = cost_of(program.closed.jaxpr).flops
+    activations = max(0, alone.compile_for("here").peak_bytes - 2 * own + frozen - state)
+    sizes = [size for size in range(2, devices + 1) if devices % size == 0]
     return Workload(
-        flops=3 * cost_of(program.closed.jaxpr).flops,
+        flops=3 * flops,
         variable_bytes=own,
         state_bytes=state,
-        activation_bytes=max(0, alone.compile_for("here").peak_bytes - 2 * own + frozen - state),
+        activation_bytes=activations,
         summed_bytes=2 * sum(between_of(model, root).summed for root in model.dims.groups),
         num_messages=max(1, len(variables)),
         frozen_bytes=frozen,
@@ -78,6 +90,7 @@ def workload(
         row_bytes=rows,
         cut_bytes=cut_bytes,
         most_stages=most_stages,
+        splits=splits_of(model, flops=flops, activation_bytes=activations, sizes=sizes),
     )
 
 

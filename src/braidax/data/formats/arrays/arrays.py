@@ -137,13 +137,16 @@ class ArraySource(Source, Sliced):
     def _reading(self, names: Sequence[str], indices: Indices) -> AbstractContextManager[None]:
         if self._mapped is None or not names:
             return nullcontext()
-        num_ranges = len(indices) * sum(self._places[name] is not None for name in names)
+        num_ranges = len(indices) * sum(self._is_mapped_by_row(name) for name in names)
         return self._mapped.reading_found(num_ranges, lambda: [self._rows(name, indices) for name in names])
+
+    def _is_mapped_by_row(self, name: str) -> bool:
+        return self._places[name] is not None and self._leaves[name].flags.c_contiguous
 
     def _rows(self, name: str, indices: Indices) -> tuple[Indices, np.int64]:
         """Returns the places of some samples of a leaf, and their bytes: none where they are not mapped row by row."""
         array, place = self._leaves[name], self._places[name]
-        if place is None or not array.flags.c_contiguous:
+        if place is None or not self._is_mapped_by_row(name):
             return indices[:0], np.int64(0)
         return place + indices * array[0].nbytes, np.int64(array[0].nbytes)
 
