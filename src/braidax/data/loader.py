@@ -199,7 +199,10 @@ class DataLoader:
         return coming
 
     def explain(self) -> Explanation:
-        """Returns what each process reads of a batch, and how the leaves get to their devices; reads nothing."""
+        """Returns what each process reads of a batch, and how the leaves get to their devices; reads nothing.
+
+        A process that has none of these devices does not know what the others chose to read again.
+        """
         return explain(self._plan)
 
     def __iter__(self) -> Iterator[Any]:
