@@ -84,9 +84,12 @@ def _laid_out(many: Candidates, work: Workload) -> _Laid:
 def _divided(work: Workload, size: Any) -> Splits:
     """Returns among how many devices products divide what a device has: as many as the axis has, where all is split."""
     found = along(work.splits, size)
-    shares = found.variables, found.activations, found.flops
     summed = np.where(np.isnan(found.summed_bytes), work.summed_bytes, found.summed_bytes)
-    return Splits(size, *(1 / (share / size + 1 - share) for share in shares), summed)
+
+    def divided(share: Any) -> Any:
+        return 1 / (share / size + 1 - share)
+
+    return Splits(size, divided(found.variables), divided(found.activations), divided(found.flops), summed)
 
 
 def _sent(many: Candidates, work: Workload, laid: _Laid, axis: int) -> tuple[Any, Any]:
