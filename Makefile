@@ -4,7 +4,7 @@ BIN := .venv/bin
 FALLEN := || [ $$? = 3 ]  # a claim that does not hold is a result: the others run
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test nightly bench docs clean
+.PHONY: demo test nightly lowest newest bench smoke docs clean
 
 demo: .venv/stamp-demo  ## Train a small model on handwritten digits; run it again to go on where it stopped.
 	$(BIN)/braidax train digits
@@ -23,6 +23,14 @@ test: .venv/stamp-test  ## Lint, types, tests.
 nightly: .venv/stamp-nightly  ## The tests marked slow, and the oracles without the compiler's shortcuts.
 	$(BIN)/python -m pytest -m slow --timeout 900 --session-timeout 14400
 	BRAIDAX_TESTS_COMPILE=fully $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 900 --session-timeout 14400 tests/parallel tests/program tests/tasks
+
+VERSIONED := tests/program tests/checkpoint tests/cli tests/data tests/torch tests/laws/test_release.py
+
+lowest: .venv-lowest/stamp  ## Tests with the lowest versions of all that is required.
+	.venv-lowest/bin/python -m pytest -n 2 --dist loadfile $(VERSIONED)
+
+newest: .venv-newest/stamp  ## Tests with the newest versions, of JAX beyond what pyproject.toml admits.
+	.venv-newest/bin/python -m pytest -n 2 --dist loadfile $(VERSIONED)
 
 bench: .venv/stamp-bench .venv/peers/spectrax/stamp .venv-streaming/stamp .venv-torchrec/stamp .venv-frames/stamp  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
 	$(BIN)/python -m benchmarks.naive $(ARGS) $(FALLEN)
@@ -44,7 +52,7 @@ docs: .venv-docs/stamp  ## The documentation as a site, in build/site; every dea
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 clean:  ## Remove the environment, build outputs and caches; data, checkpoints and traces stay.
-	rm -rf .venv .venv-docs .venv-frames .venv-streaming .venv-torchrec build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-docs .venv-frames .venv-lowest .venv-newest .venv-streaming .venv-torchrec build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/stamp-python:
@@ -88,6 +96,19 @@ PJRT = "jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__vers
 	$(PYTHON) -m venv --clear .venv-docs
 	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv-docs/requirements.txt
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement .venv-docs/requirements.txt
+	@touch $@
+
+# The floors of what is required, and beside them what the tests need, as new as goes with them.
+.venv-lowest/stamp: .venv/stamp-python pyproject.toml $(COMPILED)
+	$(PYTHON) -m venv --clear .venv-lowest
+	$(PYTHON) -c 'import re, tomllib; print(*(re.sub(r">=([\d.]+).*", r"==\1", line) for line in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]), sep="\n")' > .venv-lowest/constraints.txt
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-lowest/constraints.txt --editable '.[test]'
+	@touch $@
+
+.venv-newest/stamp: .venv/stamp-python pyproject.toml $(COMPILED)
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --pre --editable '.[test]'
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --pre --no-deps jax jaxlib
 	@touch $@
 
 # SpectraX is under the AGPL: it is run as a peer, by what its description tells, and stays in an environment of its own.

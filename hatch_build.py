@@ -1,4 +1,8 @@
-"""Compiles the bindings in C while braidax is built, where there is a compiler; it works without them."""
+"""Compiles the bindings in C while braidax is built, where there is a compiler; it works without them.
+
+`BRAIDAX_BINDINGS=required` makes a build fail that cannot compile them, `BRAIDAX_BINDINGS=none` makes a wheel for all
+platforms. Each build says what it has, and `braidax --version` says it of what is installed.
+"""
 
 import os
 import shlex
@@ -6,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,8 @@ SOURCES = tuple(
 BUILT = tuple(source.with_suffix(".abi3.so") for source in SOURCES)
 TAG = "cp311-abi3"  # the stable interface of CPython: one binary for 3.11 and newer
 LIMIT_SECONDS = 120
+VARIABLE = "BRAIDAX_BINDINGS"
+CHOICES = ("if possible", "required", "none")
 
 
 class BindingHook(BuildHookInterface[Any]):
@@ -32,25 +39,40 @@ class BindingHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compiles, and marks the wheel as one of this platform; or warns and leaves it pure."""
-        if self.target_name != "wheel" or not sys.platform.startswith("linux"):
+        if self.target_name != "wheel":
             return
+        chosen = choice(os.environ)
         root = Path(self.root)
-        for built in BUILT:
-            (root / built).unlink(missing_ok=True)
-        problem = compiled(root)
+        if chosen != "none" or version == "editable":  # a pure wheel takes none along, and a checkout may keep its own
+            for built in BUILT:
+                (root / built).unlink(missing_ok=True)
+        problem = f"{VARIABLE}=none" if chosen == "none" else compiled(root)
+        if problem is not None and chosen == "required":
+            raise RuntimeError(f"{VARIABLE}=required, and the bindings in C cannot be compiled: {problem}")
         if problem is not None:
             self.app.display_warning(
                 "braidax is installed without the transport 'ucx', Python moves what 'tcp' sends, and NumPy splits the "
                 f"rows of frames and moves those of tables on servers: {problem}"
             )
             return
+        self.app.display_info(f"braidax is built with {', '.join(built.name for built in BUILT)}")
         build_data["artifacts"] += [f"/{built.as_posix()}" for built in BUILT]
         build_data["pure_python"] = False
         build_data["tag"] = f"{TAG}-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
 
+def choice(environment: Mapping[str, str]) -> str:
+    """Returns which of `CHOICES` the environment asks for. **Raises:** `ValueError` for anything else."""
+    chosen = environment.get(VARIABLE) or CHOICES[0]
+    if chosen not in CHOICES:
+        raise ValueError(f"{VARIABLE}={chosen!r}: expected one of {CHOICES[1:]}; mend it, or leave it unset")
+    return chosen
+
+
 def compiled(root: Path) -> str | None:
     """Compiles the bindings, all or none, and returns None, or why they cannot be."""
+    if not sys.platform.startswith("linux"):
+        return f"they are for Linux, this is {sys.platform}"
     compiler = (
         shlex.split(os.environ.get("CC", "")) or [name for name in ("cc", "gcc", "clang") if shutil.which(name)][:1]
     )

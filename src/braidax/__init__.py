@@ -1,5 +1,6 @@
 """Braids loading, compute, communication and checkpoints into one JAX training step."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,14 @@ __all__ = [
     "tune",
     "value_and_grad",
 ]
+
+if sys.platform == "win32":
+    from braidax.errors import MissingExtra
+
+    raise MissingExtra(
+        "braidax does not run on Windows: it locks files by the module 'fcntl', which Windows lacks; "
+        "install it in the Windows Subsystem for Linux, where it runs as on Linux"
+    )
 
 # Where the names come from, imported at their first use: whoever needs only `braidax.comm` does not wait for JAX.
 _HOMES = {

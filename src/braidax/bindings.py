@@ -1,7 +1,18 @@
 """What is compiled of braidax: modules in C, which are not there where it was installed without a compiler."""
 
 import importlib
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType
+
+BINDINGS = {
+    "tcp": "comm.transports.tcp_binding",
+    "ucx": "comm.transports.ucx_binding",
+    "frame": "frame.moving.scatter_binding",
+    "servers": "parallel.served.rows_binding",
+}
+"""By what each is for: the module inside of `braidax`. The first two are transports; rows of frames, of servers."""
 
 
 def import_binding(name: str) -> ModuleType | None:
@@ -10,3 +21,29 @@ def import_binding(name: str) -> ModuleType | None:
         return importlib.import_module(name)
     except ImportError:
         return None
+
+
+def missing_bindings(package: Path | None = None) -> dict[str, str]:
+    """Says which of `BINDINGS` are not there, and why, without importing the packages that they are in.
+
+    **Arguments:** `package`: the folder of `braidax`, by default the one that runs.
+
+    **Returns:** by the name in `BINDINGS`: that it is not compiled, or why it cannot be loaded.
+    """
+    package = Path(__file__).parent if package is None else package
+    reasons = {name: _problem(package, module) for name, module in BINDINGS.items()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _problem(package: Path, module: str) -> str | None:
+    parts = package.joinpath(*module.split("."))
+    files = [file for suffix in EXTENSION_SUFFIXES if (file := parts.with_name(parts.name + suffix)).exists()]
+    if not files:
+        return "not compiled"
+    try:
+        spec = spec_from_file_location(parts.name, files[0])
+        assert spec is not None
+        module_from_spec(spec)
+    except ImportError as error:
+        return f"cannot be loaded: {error}"
+    return None

@@ -1,14 +1,19 @@
 """What every command line has: a version, help by either name, and `python -m braidax`."""
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jaxlib
 import pytest
 from typer.testing import CliRunner
 
 import braidax
+from braidax.bindings import missing_bindings
 from braidax.cli import app
+from braidax.cli.versions import describe_bindings
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -16,8 +21,26 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
-def test_the_version_is_told() -> None:
-    assert run("--version") == (0, f"braidax {braidax.__version__}")
+def test_the_version_is_told_with_what_a_report_needs() -> None:
+    code, told = run("--version")
+    assert code == 0
+    python = f"Python {platform.python_version()}, JAX {jax.__version__}, jaxlib {jaxlib.__version__}, "
+    assert told.startswith(f"braidax {braidax.__version__} {python}NumPy ")
+    assert told.endswith(" compiled: tcp, ucx, frame, servers")
+
+
+def test_bindings_that_are_not_there_are_told_with_the_page_that_helps(tmp_path: Path) -> None:
+    missing = missing_bindings(tmp_path)
+    assert list(missing.values()) == ["not compiled"] * 4
+    assert describe_bindings(missing) == (
+        "compiled: nothing; without: tcp (not compiled), ucx (not compiled), frame (not compiled), "
+        "servers (not compiled); docs/install.md#what-is-compiled says how to get them"
+    )
+    broken = tmp_path / "comm" / "transports" / "ucx_binding.abi3.so"
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(b"of another machine")
+    assert missing_bindings(tmp_path)["ucx"].startswith("cannot be loaded: ")
+    assert describe_bindings({"ucx": "not compiled"}).startswith("compiled: tcp, frame, servers; without: ucx (")
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["plan"], ["launch"], ["frame"], ["inspect"]])
@@ -32,7 +55,8 @@ def test_python_runs_the_package_as_the_command(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "braidax", "--version"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"braidax {braidax.__version__}\n", "")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith(f"braidax {braidax.__version__}\n")
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ def faults(face: Path) -> list[str]:
             homes = ast.literal_eval(node.value)
         elif not (
             (number == 0 and isinstance(node, ast.Expr))
+            or ast.unparse(node) == "import sys"
+            or (isinstance(node, ast.If) and _refuses_a_platform(node))
             or (isinstance(node, ast.ImportFrom) and node.module in ("importlib", "typing"))
             or (isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__"))
             or target == "__version__"
@@ -49,6 +51,13 @@ def faults(face: Path) -> list[str]:
         differing = dict(set(homes.items()) ^ set(typed.items()))
         found.append(f"_HOMES and the imports for type checkers differ in {sorted(differing) or 'their order'}")
     return found
+
+
+def _refuses_a_platform(node: ast.If) -> bool:
+    """Says whether it does that alone, which has to come before any module that the platform cannot import."""
+    *imports, last = node.body
+    is_refusal = isinstance(last, ast.Raise) and all(isinstance(line, ast.ImportFrom) for line in imports)
+    return ast.unparse(node.test).startswith("sys.platform == ") and is_refusal and not node.orelse
 
 
 def undocumented(names: dict[str, object]) -> list[str]:

@@ -74,12 +74,16 @@ def main() -> None:
 
 def _tell_version(wanted: bool) -> bool:
     if wanted:
-        typer.echo(f"braidax {__version__}")
+        from braidax.cli.versions import describe_versions
+
+        typer.echo(f"braidax {__version__}\n{describe_versions()}")
         raise typer.Exit
     return wanted
 
 
-_VERSION = typer.Option("--version", help="Show the version and exit.", callback=_tell_version, is_eager=True)
+_VERSION = typer.Option(
+    "--version", help="Show versions and what is compiled, and exit.", callback=_tell_version, is_eager=True
+)
 
 
 @app.callback()

@@ -1,5 +1,15 @@
 """Traced single-device programs: what every strategy transforms, and the only place that touches JAX's internals."""
 
+import jax
+
+from braidax.errors import MissingExtra
+
+if jax.__version_info__ < (0, 10, 2):  # the floor of pyproject.toml; what is imported below is not all in older ones
+    raise MissingExtra(
+        f"braidax needs JAX 0.10.2 or newer, and {'.'.join(map(str, jax.__version_info__))} is installed; "
+        'install a newer one with: pip install --upgrade "jax>=0.10.2"'
+    )
+
 from .batch_dims import batch_dim_of_result as batch_dim_of_result
 from .batch_dims import batch_dims_of_results as batch_dims_of_results
 from .batch_dims import find_batch_dims as find_batch_dims

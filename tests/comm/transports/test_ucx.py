@@ -605,3 +605,52 @@ def test_the_bindings_are_compiled_or_it_is_said_why_not(
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build.compiled(tmp_path) == "there is no C compiler (on Debian and Ubuntu: apt install gcc python3-dev)"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert build.compiled(tmp_path) == "they are for Linux, this is darwin"
+
+
+class Said:
+    """Stands for what hatch prints with."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.display_info = self.display_warning = self.lines.append
+
+
+def test_a_build_says_what_it_has_and_fails_where_it_lacks_what_is_required(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "compiled", lambda root: "there is no C compiler")
+    hook, data, there = build.BindingHook(), {"artifacts": []}, tmp_path / build.BUILT[0]
+    hook.target_name, hook.root, hook.app = "wheel", str(tmp_path), Said()
+    there.parent.mkdir(parents=True)
+    there.touch()
+
+    monkeypatch.setenv("BRAIDAX_BINDINGS", "none")
+    hook.initialize("standard", data)
+    assert there.exists()  # a checkout keeps its own, which git ignores and the wheel does not take
+    assert data == {"artifacts": []}
+    assert hook.app.lines[-1].endswith("moves those of tables on servers: BRAIDAX_BINDINGS=none")
+    hook.initialize("editable", data)
+    assert not there.exists()
+
+    monkeypatch.setenv("BRAIDAX_BINDINGS", "required")
+    with pytest.raises(
+        RuntimeError, match="BRAIDAX_BINDINGS=required, and the bindings in C cannot be compiled: there is no"
+    ):
+        hook.initialize("standard", data)
+    monkeypatch.setenv("BRAIDAX_BINDINGS", "yes")
+    with pytest.raises(ValueError, match=r"BRAIDAX_BINDINGS='yes': expected one of \('required', 'none'\); mend it"):
+        hook.initialize("standard", data)
+    monkeypatch.delenv("BRAIDAX_BINDINGS")
+    hook.initialize("standard", data)
+    assert data == {"artifacts": []}
+    assert hook.app.lines[-1].endswith("there is no C compiler")
+
+    monkeypatch.setattr(build, "compiled", lambda root: None)
+    hook.initialize("standard", data)
+    assert data["pure_python"] is False
+    assert data["tag"].startswith("cp311-abi3-linux_")
+    assert hook.app.lines[-1] == (
+        "braidax is built with tcp_binding.abi3.so, ucx_binding.abi3.so, scatter_binding.abi3.so, rows_binding.abi3.so"
+    )
