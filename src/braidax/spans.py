@@ -179,7 +179,7 @@ class Trace:
 
         Each process has a group of tracks, and in it one per lane and thread.
 
-        **Raises:** `ArgumentError` when there are none, and nothing is written.
+        **Raises:** `ArgumentError` when there are none, and nothing is written, or when the file cannot be.
         """
         spans = self.spans
         if not spans:
@@ -190,7 +190,14 @@ class Trace:
                 "that it was given to"
             )
             raise ArgumentError(f"path={str(path)!r}: this trace has no spans to write: {why}")
-        Path(path).write_text(json.dumps({"traceEvents": _events(spans), "displayTimeUnit": "ms"}))
+        text = json.dumps({"traceEvents": _events(spans), "displayTimeUnit": "ms"})
+        try:
+            Path(path).write_text(text)
+        except OSError as error:
+            raise ArgumentError(
+                f"path={str(path)!r}: the trace cannot be written ({error.strerror}); expected a file in a folder that "
+                "is there: give another path, or change its permissions"
+            ) from error
 
 
 def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
