@@ -48,6 +48,12 @@ bench: .venv/stamp-bench .venv/peers/spectrax/stamp .venv-streaming/stamp .venv-
 	$(BIN)/python -W ignore -m benchmarks.shuffle --streaming .venv-streaming/bin/python $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.page
 
+# Those whose peers lie in the same environment, or are left out where they are not installed.
+SMOKED := comm sharded rotated balance checkfreq
+
+smoke: .venv/stamp-bench  ## Some benchmarks in their smallest size; fails on a crash only, SMOKED="comm" chooses.
+	for name in $(SMOKED); do echo "benchmarks.$$name --quick"; $(BIN)/python -m benchmarks.$$name --quick || exit; done
+
 docs: .venv-docs/stamp  ## The documentation as a site, in build/site; every dead link is an error.
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
@@ -73,7 +79,7 @@ COMPILED := hatch_build.py $(wildcard src/braidax/*/*/*.c src/braidax/*/*/*.h)
 	@touch $@
 
 # The compiler for GPUs, the extra aot, lies where JAX does not look: JAX would complain at each start that no GPU is there.
-PJRT = "jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')"
+PJRT = "jax-cuda12-pjrt==$$($(@D)/bin/python -c 'import jaxlib; print(jaxlib.__version__)')"
 
 .venv/stamp-test: .venv/stamp-python pyproject.toml $(COMPILED)
 	$(INSTALL) --editable '.[test]'
@@ -103,12 +109,14 @@ PJRT = "jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__vers
 	$(PYTHON) -m venv --clear .venv-lowest
 	$(PYTHON) -c 'import re, tomllib; print(*(re.sub(r">=([\d.]+).*", r"==\1", line) for line in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]), sep="\n")' > .venv-lowest/constraints.txt
 	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-lowest/constraints.txt --editable '.[test]'
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv-lowest/aot $(PJRT)
 	@touch $@
 
 .venv-newest/stamp: .venv/stamp-python pyproject.toml $(COMPILED)
 	$(PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --pre --editable '.[test]'
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --pre --no-deps jax jaxlib
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --pre --target .venv-newest/aot $(PJRT)
 	@touch $@
 
 # SpectraX is under the AGPL: it is run as a peer, by what its description tells, and stays in an environment of its own.

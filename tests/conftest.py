@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import signal
+import sys
 import threading
 import time
 import zlib
@@ -50,7 +51,7 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 # It is compiled once for all tests, and for the next run. Child processes, which tests kill, share in nothing.
 COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
-AOT = Path(__file__).parents[1] / ".venv" / "aot"
+AOT = Path(sys.prefix) / "aot"
 jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -132,7 +133,7 @@ def aot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # JAX has read it; libtpu ends the process where it knows no flag
     monkeypatch.syspath_prepend(str(AOT))
     if not AOT.exists() and importlib.util.find_spec("jax_plugins") is None:
-        pytest.skip(f"needs jax-cuda12-pjrt: make .venv/stamp-test installs it into {AOT}")
+        pytest.skip(f"needs jax-cuda12-pjrt: make test installs it into {AOT}")
 
 
 @pytest.fixture

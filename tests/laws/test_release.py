@@ -146,3 +146,16 @@ def test_a_wheel_is_used_as_the_tests_of_the_workflow_use_it() -> None:
     text = (ROOT / ".ci" / "use_wheel.py").read_text()
     assert f"compiled: {', '.join(BINDINGS)}\\n" in text
     assert Path(ROOT / ".github" / "workflows" / "wheels.yml").read_text().count("use_wheel.py ") == 2
+
+
+def test_workflows_call_what_there_is_and_every_job_has_a_limit() -> None:
+    folder = ROOT / ".github"
+    targets = set(re.findall(r"^([a-z]+)(?: [a-z]+)*:(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in (folder / "workflows").glob("*.yml"):
+        text = path.read_text()
+        named = re.findall(r"(?:make |target: \[?)([a-z]+)", text)
+        assert set(named) <= targets, path.name
+        assert text.count("runs-on:") == text.count("timeout-minutes:"), path.name
+        assert [script for script in re.findall(r"\.ci/[\w.]+", text) if not (ROOT / script).exists()] == []
+        assert all((ROOT / action).exists() for action in re.findall(r"uses: \./(\S+)", text)), path.name
+    assert {"nightly", "lowest", "newest", "smoke", "test", "docs"} <= targets
