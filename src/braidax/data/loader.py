@@ -1,4 +1,4 @@
-"""The data loader: a source and shardings in, global arrays on their devices out."""
+"""The loader: a source and shardings in, global arrays on their devices out."""
 
 import contextlib
 import functools

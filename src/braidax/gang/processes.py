@@ -40,7 +40,7 @@ class Command:
     """How to start a process.
 
     **Fields:** `arguments`: the first one is the program. `environment`: all of it; `LIFELINE` is added. `folder`: the
-    working directory. `descriptors`: that it inherits under the same numbers. `stdin`: what it reads first, at
+    working folder. `descriptors`: that it inherits under the same numbers. `stdin`: what it reads first, at
     most `MAX_STDIN_BYTES`; the end of its input comes with `Processes.end`. None is no input at all.
     """
 

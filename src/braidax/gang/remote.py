@@ -33,7 +33,7 @@ def order(commands: list[tuple[tuple[str, ...], dict[str, str], str]], folder: s
     """Returns what to write to the input of this program.
 
     **Arguments:** `commands`: for each rank the arguments of Python, the variables besides those of the host, and the
-    prefix of its lines, which begins with `[`. `folder`: the working directory. `grace_seconds`: that they may take to
+    prefix of its lines, which begins with `[`. `folder`: the working folder. `grace_seconds`: that they may take to
     end after `STOP`, or SIGTERM to this process.
     """
     return json.dumps({"commands": commands, "folder": folder, "grace_seconds": grace_seconds}).encode() + b"\n"

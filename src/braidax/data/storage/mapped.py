@@ -1,7 +1,7 @@
 """The bytes of many files under one number each: mapped into memory, or fetched by ranges from where they are.
 
 A *place* is a byte of one of the files, as an int64: `origins[file] + offset`. So a window of records that lie anywhere
-in hundreds of files is one array of places, and is gathered by one vectorised copy.
+in hundreds of files is one array of places, and is gathered by one vectorized copy.
 """
 
 import contextlib

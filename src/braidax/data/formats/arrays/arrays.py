@@ -66,11 +66,11 @@ class ArraySource(Source, Sliced):
         return [layout.cut_dims(gap_bytes=0) for layout in self._layouts.values()]
 
     def read(self, indices: Indices, out: Any) -> None:
-        """Copies rows into place: one vectorised copy per leaf."""
+        """Copies rows into place: one vectorized copy per leaf."""
         self.read_slices(indices, list(self._whole.values()), [out[name] for name in self._layouts])
 
     def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
-        """Copies parts of rows into place: one vectorised copy per leaf, which touches nothing else of the array."""
+        """Copies parts of rows into place: one vectorized copy per leaf, which touches nothing else of the array."""
         check_indices(indices, self._num_samples, where=self._where)
         parts = [part for part in zip(self._layouts, boxes, out, strict=True) if part[1] is not None]
         rows = [name for name, box, _ in parts if self._is_gathered(name, box)]

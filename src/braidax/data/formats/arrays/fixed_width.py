@@ -86,7 +86,7 @@ class FixedSource(Source, Sliced):
         return [self._layout.cut_dims(gap_bytes=self._memory.gap_bytes)]
 
     def read(self, indices: Indices, out: Any) -> None:
-        """Copies the records of a window: one vectorised gather, or one fetch of all their ranges."""
+        """Copies the records of a window: one vectorized gather, or one fetch of all their ranges."""
         self.read_slices(indices, [self._layout.whole], [out[self._leaf]])
 
     def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:

@@ -1,4 +1,4 @@
-"""Text files of one record a line: found by vectorised scans, read at random, a leaf `text`."""
+"""Text files of one record a line: found by vectorized scans, read at random, a leaf `text`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

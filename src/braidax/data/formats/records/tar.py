@@ -29,7 +29,7 @@ class Member(NamedTuple):
 def members(read: Callable[[int, int], bytes], *, length: int | None, damaged: Damage) -> Iterator[Member]:
     """Walks over the regular files of a tar: ustar, GNU long names and sizes, pax.
 
-    Directories, links and devices are passed over. The source is POSIX.1-2017, *pax*, "ustar Interchange Format" and
+    Folders, links and devices are passed over. The source is POSIX.1-2017, *pax*, "ustar Interchange Format" and
     "pax Header Block", and the GNU tar manual, "Basic Tar Format".
 
     **Arguments:** `read`: takes an offset and a number of bytes and returns them, or fewer at the end. `length`: bytes

@@ -70,7 +70,7 @@ class ArrowSource(Source, Sliced):
         return [direct.cut_dims(self._memory) for direct in self._sorted]
 
     def read(self, indices: Indices, out: Any) -> None:
-        """Gathers records: one vectorised copy per leaf, however many batches and files they lie in."""
+        """Gathers records: one vectorized copy per leaf, however many batches and files they lie in."""
         self._read(indices, [(direct, None, out[direct.leaf.name]) for direct in self._leaves])
 
     def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
@@ -345,7 +345,7 @@ def _open_huggingface(path: Path, split: str | None, columns: Sequence[str] | No
 
 
 def _rows(indices: Sequence[Path]) -> NDArray[np.int64]:
-    """Reads the indices mapping of a dataset: one column, of the rows that it selects."""
+    """Reads the indices mapping of a data set: one column, of the rows that it selects."""
     memory = Mapped(indices)
     table = ArrowTable(memory, *opened(memory, None))
     parts = [table.load(index).column(0) for index in range(len(table.blocks))]

@@ -183,7 +183,7 @@ Direct = DirectLeaf | DirectMask
 def direct_leaf(memory: Memory, batches: Sequence[Batch], leaf: Leaf) -> Direct | None:
     """Returns how a leaf lies in uncompressed batches; None where its lists are null or overlap: those are decoded.
 
-    All offsets of lists are looked at, vectorised, batch by batch: this is what tells whether lists have one length.
+    All offsets of lists are looked at, vectorized, batch by batch: this is what tells whether lists have one length.
 
     **Raises:** `FormatError` for batches whose buffers are too short, and for lists of lists of different lengths.
     """

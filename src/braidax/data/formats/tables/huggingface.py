@@ -63,7 +63,7 @@ def read_folder(path: Path, split: str | None) -> Folder:
 
 
 def selected(source: Source, path: Path, rows: NDArray[np.int64]) -> Source:
-    """Returns the rows that the indices mapping of a dataset selects, in its order.
+    """Returns the rows that the indices mapping of a data set selects, in its order.
 
     **Arguments:** `path`: of the mapping, for errors. **Raises:** `FormatError` for rows that the source has not.
     """

@@ -114,7 +114,7 @@ class DensePart:
         return self._read
 
     def gradients(self, given: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Returns gradients as they move variables, of what has travelled.
+        """Returns gradients as they move variables, of what has traveled.
 
         **Raises:** `ArgumentError` for others than those of the variables that have some.
         """

@@ -170,7 +170,7 @@ def joined(
 
 
 def shard_on(array: Any, device: Any) -> Any:
-    """Returns the shard of an array on a device of this process."""
+    """Returns the part of an array on a device of this process."""
     shards = array.addressable_shards
     if len(shards) == 1:
         return shards[0].data
