@@ -277,9 +277,9 @@ def _binding() -> ModuleType:
     except ImportError as error:
         raise MissingExtra(
             f"{_PURPOSE} needs its binding in C, which is compiled while braidax is installed and cannot be imported "
-            f"({error}); install a C compiler and the headers of Python {platform.python_version()} (on Debian and "
-            "Ubuntu: apt install gcc python3-dev), then: pip install --force-reinstall --no-deps --no-binary braidax "
-            '"braidax[ucx]"'
+            f"({error}); install a wheel of braidax for Linux, or a C compiler and the headers of Python "
+            f"{platform.python_version()} (on Debian and Ubuntu: apt install gcc python3-dev), and then again what "
+            "braidax was installed from, by: BRAIDAX_BINDINGS=required pip install --force-reinstall --no-deps PATH"
         ) from error
 
 
@@ -309,7 +309,7 @@ def _load(binding: ModuleType) -> UcxLibrary:
                 raise
             raise MissingExtra(
                 f"{_PURPOSE} cannot load the UCX of the module 'libucx': {error}; install it anew with: "
-                'pip install --force-reinstall "braidax[ucx]"'
+                "pip install --force-reinstall --no-deps libucx-cu12"
             ) from error
 
 
