@@ -155,7 +155,7 @@ def _claim(report: Report, found: Mapping[str, Found]) -> None:
     ):
         if lines:
             report.against(claim, case, _SAMPLES, ours=OURS, peers=peers, at=lines)
-    decoded = [one for one in found.values() if one.case.data != "tokens"]  # tokens are read again where that is quicker
+    decoded = [one for one in found.values() if one.case.data != "tokens"]  # which are read again where that is quicker
     if decoded:
         report.at_most("redundancy", max(map(_redundancy, decoded)), 1)
     replicated = found.get("photos, data_model")
