@@ -43,6 +43,9 @@ def make_loader(step: Step, samples: Any = SAMPLES, *, batch_size: int = 8, **op
     return DataLoader(samples, MESH, step.batch_shardings, batch_size=batch_size, **options)
 
 
+_SAID = "step 7 is done and saved; run the program again to go on from there"
+
+
 class InterruptedSaver(Checkpointer):
     """Presses Ctrl-C, as often as `presses` says, or gets another signal, after the step `at`."""
 
@@ -82,7 +85,7 @@ def test_it_descends_as_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saver_type", "ending"), [(InterruptedSaver, KeyboardInterrupt()), (PreemptedSaver, SystemExit(143))]
+    ("saver_type", "ending"), [(InterruptedSaver, KeyboardInterrupt(_SAID)), (PreemptedSaver, SystemExit(143))]
 )
 def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(
     saver_type: type[InterruptedSaver], ending: BaseException, tmp_path: Path
@@ -220,6 +223,21 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     with TwiceInterruptedSaver(tmp_path, Every(100)) as saver, pytest.raises(KeyboardInterrupt):
         fit(step, state, make_loader(step), saver=saver)
     assert list(tmp_path.glob("step-*")) == []
+
+
+class InterruptedReport(Report):
+    """Presses Ctrl-C in the second step."""
+
+    def update(self, metrics: Any, *, epoch: int, state: Any = None) -> None:
+        super().update(metrics, epoch=epoch, state=state)
+        if int(state.step) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_says_that_nothing_is_saved() -> None:
+    step = make_step(optax.adam(0.1), SAMPLES, 8)
+    with make_loader(step) as loader, pytest.raises(KeyboardInterrupt, match=r"no saver, and has saved nothing$"):
+        fit(step, step.init(jax.random.key(0)), loader, report=InterruptedReport(show="nothing"))
 
 
 def test_it_runs_on_any_thread() -> None:

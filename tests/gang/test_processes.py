@@ -61,6 +61,33 @@ def ends(processes: Processes, num: int) -> dict[int, Ending]:
     return found
 
 
+def greeting(rank: int, peers: int = 3) -> str:
+    """Returns what Gloo writes, without the end of the line."""
+    return f"[Gloo] Rank {rank} is connected to {peers} peer ranks. Expected number of connected peer ranks is : 3"
+
+
+@pytest.mark.parametrize(
+    ("written", "left"),
+    [
+        (greeting(0) + "\nstep 1\n" + greeting(1) + "\n\n7\n", ["step 1", "", "7"]),
+        (greeting(0) + greeting(1) + "\n\n\n", [""]),  # two at once: both ends come behind
+        ("[Gloo] Rank " + greeting(1) + "\n" + greeting(3)[len("[Gloo] Rank ") :] + "\n7\n", ["7"]),
+        (greeting(0, peers=2) + "\n", [greeting(0, peers=2)]),  # one is missing
+        (greeting(0) + " or so\n", [greeting(0) + " or so"]),
+        (" is connected to \n3\n", [" is connected to ", "3"]),
+    ],
+)
+def test_what_gloo_greets_with_is_left_out(start: Start, lines: Lines, written: str, left: list[str]) -> None:
+    (ending,) = ends(start(f"import sys; sys.stdout.write({written!r}); print('x', file=sys.stderr)"), 1).values()
+    assert [line for _, stream, line in lines if stream == "stdout"] == left
+    assert sorted(ending.log) == sorted([*left, "x"])
+
+
+def test_on_stderr_nothing_is_left_out(start: Start, lines: Lines) -> None:
+    ends(start(f"import sys; print({greeting(0)!r}, file=sys.stderr)"), 1)
+    assert lines == [(0, "stderr", greeting(0))]
+
+
 def test_lines_are_whole_and_told_apart(start: Start, lines: Lines) -> None:
     code = (
         "import sys; "

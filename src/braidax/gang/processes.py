@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from io import TextIOBase
 from typing import IO, Literal, final
 
+from braidax.gang.greetings import Greetings
 from braidax.lifeline import LIFELINE
 
 LOG_LINES = 20
@@ -23,8 +24,7 @@ LOG_LINES = 20
 _MAX_LINE_BYTES = 1 << 16  # what is longer is cut in two
 _CHUNK_BYTES = 1 << 16
 _MAX_DRAINED = 1 << 20  # bytes; more than a pipe holds
-_SLICE_SECONDS = 0.5
-_KILL_SECONDS = 10.0  # for the kernel to end what was killed
+_SLICE_SECONDS, _KILL_SECONDS = 0.5, 10.0  # of one wait; for the kernel to end what was killed
 _END, _LOOK = b"x", b"."  # what wakes the thread that watches
 _MAX_TOLD_BYTES = 1 << 8  # of `Processes.tell`
 MAX_STDIN_BYTES = (1 << 16) - _MAX_TOLD_BYTES
@@ -295,6 +295,7 @@ class _Process:
         self.ending: Ending | None = None
         self.is_discarded = False  # its owner has sent its last signal
         self._log: deque[str] = deque(maxlen=LOG_LINES)
+        self._greetings = Greetings()
         with contextlib.ExitStack() as opened:
             parent, lifeline = os.pipe()
             opened.callback(os.close, lifeline)
@@ -341,8 +342,7 @@ class _Process:
         if not data or len(rest) > _MAX_LINE_BYTES:
             lines, rest = [*lines, *([rest] if rest else [])], b""
         begun[:] = rest
-        for line in lines:
-            text = line.decode(errors="replace")
+        for text in self._greetings.left(stream, (line.decode(errors="replace") for line in lines)):
             self._log.append(text)
             write(self.number, stream, text)
         return len(data)

@@ -42,10 +42,10 @@ def fit(
 ) -> Any:
     """Trains until the loader's epochs are over, and goes on where the newest checkpoint left off.
 
-    The first Ctrl-C lets the step in progress finish, saves a checkpoint and raises `KeyboardInterrupt`; the second one
-    stops at once. SIGTERM, too, is answered by a last checkpoint, within 30 seconds, and `SystemExit(143)`: of several
-    processes it is enough that one is told; workers of `ParameterServers` end behind the same update, if they wait for
-    one another. The saver stays open: who made it closes it.
+    The first Ctrl-C lets the step in progress finish, saves a checkpoint and raises `KeyboardInterrupt`, whose message
+    says so; the second one stops at once. SIGTERM, too, is answered by a last checkpoint, within 30 seconds, and
+    `SystemExit(143)`: of several processes it is enough that one is told; workers of `ParameterServers` end behind the
+    same update, if they wait for one another. The saver stays open: who made it closes it.
 
     **Arguments:** `step`: from `braidax.parallelize`; a decorated one takes `(state, batch)` and returns its metrics as
     a dict. `state`: from `step.init`, or a decorated step's; it is donated. `loader`: batches as `step` takes them; bad
@@ -91,10 +91,19 @@ def fit(
             saver.save(_saved(step, state, batches.cursor))
         _tell_skipped(loader, report)
     if interrupted():
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(_words_of_end(saver))
     if preempted() or ends():
         raise SystemExit(128 + signal.SIGTERM)
     return state
+
+
+def _words_of_end(saver: Saver | None) -> str:
+    """Returns what the last line of a program says that Ctrl-C has ended."""
+    if saver is None:
+        return "the step in progress is done; fit was given no saver, and has saved nothing"
+    if not saver.num_updates:
+        return "no step is done, and nothing is to be saved"
+    return f"step {saver.num_updates} is done and saved; run the program again to go on from there"
 
 
 def _note_test(report: Report, tested: Evaluating | TestMetrics, state: Any, test: DataLoader) -> None:

@@ -4,6 +4,7 @@ import io
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
 
 import cv2
@@ -16,6 +17,7 @@ from PIL import Image, ImageOps
 
 from braidax.data.transforms.images.decode import decode_images, image_size
 from braidax.data.transforms.images.decoded import decoded
+from braidax.data.transforms.images.quiet import Quiet
 from braidax.errors import ArgumentError, RecordError
 from tests.data.formats.reading import read
 from tests.data.photos import Files, encode, photo, pillow
@@ -237,6 +239,32 @@ def test_a_truncated_image_is_an_error(options: Any, part: float) -> None:
             run([file, broken], decode=decode)
     with pytest.raises(RecordError, match="record 1: the image of"):
         run([file, broken], choose=lambda sizes: np.tile([0, 0, 8, 8], (2, 1)))
+
+
+def test_opencv_says_nothing_of_what_the_error_names(capfd: pytest.CaptureFixture[str]) -> None:
+    file = encode(photo(2), "PNG")
+    before = cv2.utils.logging.getLogLevel()
+    with pytest.raises(RecordError, match="record 0: the image of"):
+        run([file[: len(file) // 2]])
+    assert capfd.readouterr().err == ""
+    assert cv2.utils.logging.getLogLevel() == before > 0
+
+
+def test_opencv_is_quiet_until_the_last_thread_is_done() -> None:
+    levels = [3]
+
+    def set_level(level: int) -> int:
+        levels.append(level)
+        return levels[-2]
+
+    logger = ModuleType("logger")
+    logger.__dict__["setLogLevel"] = set_level
+    silent = Quiet(logger)
+    with silent:
+        with silent:
+            assert levels == [3, 0]
+        assert levels == [3, 0]
+    assert levels == [3, 0, 3]
 
 
 @settings(max_examples=60)

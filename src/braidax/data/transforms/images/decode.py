@@ -208,7 +208,8 @@ def _load(payload: Any, where: str) -> NDArray[np.uint8]:
     is_webp = data[:4].tobytes() == b"RIFF" and data[8:12].tobytes() == b"WEBP"
     flags = cv2.IMREAD_COLOR_RGB | (cv2.IMREAD_IGNORE_ORIENTATION if is_webp else 0)
     try:
-        image = cv2.imdecode(np.frombuffer(payload, np.uint8), flags) if data.nbytes else None
+        with _quiet():
+            image = cv2.imdecode(np.frombuffer(payload, np.uint8), flags) if data.nbytes else None
     except cv2.error:  # what it raises for a header that promises too many pixels, and the like
         image = None
     if image is None:
@@ -236,6 +237,13 @@ def _num_bytes(payload: Any, where: str) -> int:
 @functools.cache
 def _cv2() -> ModuleType:
     return import_extra("cv2", "images", purpose="decoding images")
+
+
+@functools.cache
+def _quiet() -> Any:
+    from braidax.data.transforms.images.quiet import Quiet  # at the first image that needs it
+
+    return Quiet(_cv2())
 
 
 @functools.cache
