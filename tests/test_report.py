@@ -286,8 +286,11 @@ def test_only_the_first_process_shows_and_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jax.process_index", lambda: 1)
-    report = Report(show="plain", metrics=tmp_path / "metrics.jsonl", tensorboard=tmp_path / "board")
+    logged: list[int] = []
+    files = {"metrics": tmp_path / "metrics.jsonl", "tensorboard": tmp_path / "board"}
+    report = Report(show="plain", **files, loggers=[lambda values, *, step: logged.append(step)])
     steps(report, {"loss": jnp.float32(0.5)}, {"loss": jnp.float32(0.5)})
+    assert logged == []
     assert (capsys.readouterr().out, list(tmp_path.iterdir())) == ("", [])
     assert report.pace.num_samples == 10
 
@@ -314,6 +317,48 @@ def test_tensorboard_gets_every_scalar(clock: Clock, tmp_path: Path) -> None:
     assert found["loss", 3] == 1.0
     assert found["test_loss", 3] == 0.5
     assert found["stall_percent", 2] == pytest.approx(100 / 3)
+
+
+def test_loggers_get_every_scalar_in_order(clock: Clock) -> None:
+    logged: list[tuple[int, dict[str, float]]] = []
+    threads = set[str]()
+
+    def log(values: dict[str, float], *, step: int) -> None:
+        threads.add(threading.current_thread().name.rpartition("_")[0])
+        logged.append((step, dict(values)))
+        values.clear()  # it is the logger's own
+
+    copy: list[tuple[int, dict[str, float]]] = []
+    three_steps(Report(show="nothing", loggers=[log, lambda values, *, step: copy.append((step, values))]), clock)
+    assert logged == copy
+    assert [(step, values.get("loss")) for step, values in logged] == [(1, 4.0), (2, 2.0), (3, 1.0), (3, None)]
+    assert logged[3] == (3, {"test_loss": 0.5})
+    assert logged[1][1]["stall_percent"] == pytest.approx(100 / 3)
+    assert threads == {"braidax-report"}
+
+
+def test_a_logger_that_fails_ends_the_loop() -> None:
+    def log(values: dict[str, float], *, step: int) -> None:
+        raise OSError(f"no network in step {step}")
+
+    with pytest.raises(OSError, match="no network in step 1"):
+        steps(Report(show="nothing", loggers=[log]), {"loss": jnp.float32(0.5)})
+
+
+def test_a_run_that_is_over_is_not_logged() -> None:
+    logged: list[int] = []
+    steps(Report(show="nothing", loggers=[lambda values, *, step: logged.append(step)]), first_step=4)
+    assert logged == []
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_logger_is_named() -> None:
+    run: Any = SimpleNamespace(log=print)
+    with pytest.raises(ArgumentError, match=r"loggers\[0\] is a SimpleNamespace, expected .*: give its method `log`$"):
+        Report(loggers=[run])
+    path: Any = "board"
+    with pytest.raises(ArgumentError, match=r"loggers\[1\] is a str, expected .* of a run of wandb$"):
+        Report(loggers=[run.log, path])
 
 
 def test_without_tensorboard_the_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,15 @@ class Sink(Protocol):
         ...
 
 
+@runtime_checkable
+class Logger(Protocol):
+    """A function that is handed the metrics of a run: the `log` of one of wandb, `mlflow.log_metrics`, or your own."""
+
+    def __call__(self, values: dict[str, float], /, *, step: int) -> object:
+        """Takes the values of a step, counted from 1, or of an evaluation after it."""
+        ...
+
+
 def rates(pace: Pace) -> dict[str, float]:
     """Returns what is written of a pace, by name."""
     return {"samples_per_second": pace.samples_per_second, "stall_percent": pace.stall_percent}

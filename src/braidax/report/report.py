@@ -20,7 +20,7 @@ import numpy as np
 from braidax.errors import ArgumentError
 from braidax.report.display import Line, PlainLines, Words
 from braidax.report.ends import Ends
-from braidax.report.pace import Done, Pace, RunLength, Sink
+from braidax.report.pace import Done, Logger, Pace, RunLength, Sink
 from braidax.spans import Span, Trace
 
 _STEPS_AHEAD = 2
@@ -39,8 +39,9 @@ class Report:
     neither; `"auto"` is `"line"` on a terminal and `"plain"` elsewhere. `every_seconds`: the time between plain lines.
     `metrics`: a JSONL file, to which a line is added for each step and each evaluation, and one with `resumed` where a
     session goes on: the last line of a step is the one that counts. `tensorboard`: a folder for event files (needs the
-    extra `tensorboard`). `trace`: gets a span on the lane `step` for each step, and under `fit` what the loader and the
-    checkpointer do.
+    extra `tensorboard`). `loggers`: functions such as the `log` of a run of wandb, each called with the values of a
+    step and `step=`, on the report's thread; what one raises ends the loop, and who made it ends it. `trace`: gets a
+    span on the lane `step` for each step, and under `fit` what the loader and the checkpointer do.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class Report:
         every_seconds: float = 5.0,
         metrics: str | Path | None = None,
         tensorboard: str | Path | None = None,
+        loggers: Sequence[Logger] = (),
         trace: Trace | None = None,
     ) -> None:
+        _check_loggers(loggers)
         if every_seconds < 0:
             raise ArgumentError(f"every_seconds={every_seconds!r} must be 0 (each step) or more seconds")
         self.trace = Trace() if trace is None else trace
@@ -60,6 +63,7 @@ class Report:
         self._every_seconds = every_seconds
         self._metrics = metrics
         self._tensorboard = tensorboard
+        self._loggers = tuple(loggers)
         self.noted: dict[str, float] = {}
         self._pace = Pace()
         self._run: _Run | None = None
@@ -166,6 +170,10 @@ class Report:
             from braidax.report.tensorboard import TensorBoard
 
             yield TensorBoard(Path(self._tensorboard), first_step)
+        if self._loggers and not is_over:
+            from braidax.report.logged import Logged
+
+            yield Logged(self._loggers)
         if self._show != "nothing":
             words = Words(length, first_step)
             on_terminal = self._show == "line" or (self._show == "auto" and sys.stdout.isatty())
@@ -265,6 +273,16 @@ class _Run:
     def _say(self, line: str) -> None:
         for sink in self._sinks:
             sink.say(line)
+
+
+def _check_loggers(loggers: Sequence[Logger]) -> None:
+    for place, log in enumerate(loggers):
+        if not callable(log):
+            remedy = ": give its method `log`" if callable(getattr(log, "log", None)) else ""
+            raise ArgumentError(
+                f"loggers[{place}] is a {type(log).__name__}, expected a function of a dict and step=, such as the "
+                f"`log` of a run of wandb{remedy}"
+            )
 
 
 def _scalars(metrics: Any) -> dict[str, float]:
