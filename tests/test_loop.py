@@ -272,6 +272,55 @@ def test_evaluation_weighs_a_padded_batch_by_its_valid_samples() -> None:
     assert evaluate(step, state, test) == metrics
 
 
+NUM_TOKENS = np.arange(200, dtype=np.int32) % 7 * 1001  # of one batch of two none
+
+
+def of_tokens(state: Any, batch: Any) -> dict[str, Any]:
+    """The mean of `[0, ..., n - 1] / 1000 + state` over `n` tokens, no number where there are none."""
+    num_tokens = jnp.sum(batch["n"])
+    loss = jnp.where(num_tokens > 0, (num_tokens - 1) / 2000, jnp.nan) + state
+    return {"loss": loss, "num_tokens": num_tokens, "each": batch["n"]}
+
+
+@pytest.mark.parametrize("batch_size", [1, 40])
+def test_evaluation_weighs_by_tokens_where_there_are_some(batch_size: int) -> None:
+    loader = DataLoader({"n": NUM_TOKENS}, batch_size=batch_size, seed=None)
+    counts = NUM_TOKENS.reshape(-1, batch_size).sum(1).astype(np.float64)
+    loss = np.sum(counts * (counts - 1) / 2000) / np.sum(counts) - 1
+    found = evaluate(of_tokens, -1.0, loader)
+    assert found == {
+        "loss": pytest.approx(loss, rel=1e-6),
+        "perplexity": pytest.approx(np.exp(loss), rel=1e-5),
+        "num_tokens": np.sum(NUM_TOKENS),
+    }
+
+
+def test_evaluation_of_no_token_is_no_number_and_of_a_huge_loss_no_overflow() -> None:
+    loader = DataLoader({"n": np.zeros(4, np.int32)}, batch_size=2, seed=None)
+    found = evaluate(of_tokens, 0.0, loader)
+    assert (np.isnan(found["loss"]), np.isnan(found["perplexity"]), found["num_tokens"]) == (True, True, 0)
+    loader = DataLoader({"n": np.ones(4, np.int32)}, batch_size=2, seed=None)
+    assert evaluate(of_tokens, 1e6, loader)["perplexity"] == np.exp(700.0)
+
+
+def test_a_perplexity_of_its_own_stays() -> None:
+    loader = DataLoader({"n": np.array([1, 3], np.int32)}, batch_size=1, seed=None)
+
+    def metrics(state: Any, batch: Any) -> dict[str, Any]:
+        return {**of_tokens(state, batch), "perplexity": jnp.float32(batch["n"][0])}
+
+    assert evaluate(metrics, 0.0, loader)["perplexity"] == pytest.approx((1 * 1 + 3 * 3) / 4)
+
+
+def test_learning_rates_that_the_state_keeps_are_metrics(tmp_path: Path) -> None:
+    schedule = optax.linear_schedule(1.0, 0.0, 4)
+    step = make_step(optax.inject_hyperparams(optax.adam)(schedule), SAMPLES, 8)
+    report = Report(show="nothing", metrics=tmp_path / "metrics.jsonl")
+    fit(step, step.init(jax.random.key(0)), make_loader(step, epochs=1), report=report)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["learning_rate"] for line in lines] == [1.0, 0.75, 0.5, 0.25, 0.0]
+
+
 def test_evaluation_takes_a_whole_epoch_and_leaves_the_cursor() -> None:
     step = make_step(optax.sgd(0.01), SAMPLES, 8)
     state = step.init(jax.random.key(0))

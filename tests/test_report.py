@@ -12,11 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from braidax.errors import ArgumentError, MissingExtra
 from braidax.report import Report, RunLength
 from braidax.report.ends import Ends
+from braidax.report.learning_rates import LearningRates
 from braidax.spans import Trace
 
 LENGTH = RunLength(num_steps=4, epochs=2, batch_size=10)  # of 2 steps each
@@ -317,6 +319,32 @@ def test_tensorboard_gets_every_scalar(clock: Clock, tmp_path: Path) -> None:
     assert found["loss", 3] == 1.0
     assert found["test_loss", 3] == 0.5
     assert found["stall_percent", 2] == pytest.approx(100 / 3)
+
+
+def rated(rate: float) -> optax.InjectStatefulHyperparamsState:
+    return optax.InjectStatefulHyperparamsState(jnp.array(1), {"b1": 0.9, "learning_rate": jnp.array(rate)}, {}, ())
+
+
+def test_of_several_learning_rates_each_has_a_name() -> None:
+    rates = LearningRates()
+    state = SimpleNamespace(opt_state=({"a": rated(0.5), "b": (rated(0.25),)}, jnp.array(7)))
+    assert {name: float(one[0]) for name, one in rates.of(state).items()} == {
+        "learning_rate/a": 0.5,
+        "learning_rate/b/0": 0.25,
+    }
+    state = {"opt_state": [rated(0.125)]}
+    assert {name: float(one[0]) for name, one in LearningRates().of(state).items()} == {"learning_rate": 0.125}
+    assert rates.of(state) == {}  # another state than the first
+    assert LearningRates().of({"learning_rate": jnp.array(1.0), "hyperparams": jnp.array(1.0)}) == {}
+
+
+def test_a_learning_rate_of_the_loss_is_the_one_that_counts(tmp_path: Path) -> None:
+    report = Report(show="nothing", metrics=tmp_path / "metrics.jsonl")
+    with report.following(LENGTH, 0):
+        report.update({"learning_rate": jnp.float32(2.0)}, epoch=0, state=rated(0.5))
+        report.update({}, epoch=0, state=rated(0.5))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["learning_rate"] for line in lines] == [2.0, 0.5]
 
 
 def test_loggers_get_every_scalar_in_order(clock: Clock) -> None:

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import jax
-
 from braidax.data import DataLoader
 from braidax.errors import ArgumentError
 from braidax.parallel import TrainStep
@@ -35,25 +33,29 @@ def evaluate(step: Evaluating | TestMetrics, state: Any, loader: DataLoader) -> 
     Each batch weighs as much as it has valid samples, so the result is exact if `loader` was made with
     `remainder="pad"` and the loss takes means over the samples that `batch["mask"]` marks.
 
+    A loss over tokens returns `num_tokens` among its metrics: how many it takes its means over. Each batch then weighs
+    as much as that; `num_tokens` of the result is their sum, and `perplexity` is `exp(loss)`, of the mean over all
+    tokens.
+
     **Arguments:** `step`: its `evaluate` gives the metrics of a batch; or a function of state and batch that does, such
     as `step.wrap(fn)` of a decorated one. `state`: is not changed. `loader`: all of the epoch that its cursor is in is
     read, and the cursor stays; `seed=None` reads in file order.
 
     **Raises:** `ArgumentError` for a loader that would drop the last samples.
     """
+    from braidax.loop.totals import Totals
+
     _check_keeps_all(loader)
     metrics_of = step.evaluate if isinstance(step, Evaluating) else step
-    totals: dict[str, jax.Array] = {}
+    totals = Totals()
     num_samples = 0
     for batch in loader.epoch():
         valid = min(loader.batch_size, loader.num_samples - num_samples)
         num_samples += valid
-        for name, metric in checked(metrics_of(state, batch), "test_metrics").items():
-            if isinstance(metric, jax.Array) and metric.ndim == 0:
-                totals[name] = totals.get(name, 0) + metric * valid
+        totals.add(checked(metrics_of(state, batch), "test_metrics"), valid)
     if isinstance(step, Evaluating):
         step.finish()
-    return {name: float(total) / num_samples for name, total in totals.items()}
+    return totals.means()
 
 
 def tested_by(step: "AnyStep", test: DataLoader | None, test_metrics: TestMetrics | None) -> Evaluating | TestMetrics:

@@ -53,6 +53,9 @@ from .wrapped import Wrapped as Wrapped
 from .wrapped import WrappedCall as WrappedCall
 
 if TYPE_CHECKING:
+    from .given.averaging import Averages as Averages
+    from .given.averaging import averaged as averaged
+    from .given.averaging import averaging as averaging
     from .pipelined_step import PipelinedStep as PipelinedStep
     from .served.files.published import Published as Published
     from .served.files.published import read_published as read_published
@@ -63,6 +66,9 @@ if TYPE_CHECKING:
     from .workers.step import WorkerStep as WorkerStep
 
 _LATE = {
+    "Averages": "braidax.parallel.given.averaging",
+    "averaged": "braidax.parallel.given.averaging",
+    "averaging": "braidax.parallel.given.averaging",
     "Pipeline": "braidax.parallel.stages.pipeline",
     "PipelinedStep": "braidax.parallel.pipelined_step",
     "Meeting": "braidax.parallel.served.meetings.meeting",

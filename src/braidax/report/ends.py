@@ -31,7 +31,12 @@ class Ends:
         leaves, structure = jax.tree.flatten(state.params if has_params else state)
         if self._structure is None or structure != self._structure:
             self._structure, self._chosen = structure, _chosen(leaves, 1 if has_params else _OF_ANY_STATE)
-        return tuple(_taking()(leaves[at].addressable_data(0)) for at in self._chosen)
+        return tuple(taken(leaves[at]) for at in self._chosen)
+
+
+def taken(leaf: jax.Array) -> jax.Array:
+    """Returns the first number of an array as it is now, on one device; the array may be given up then."""
+    return _taking()(leaf.addressable_data(0))
 
 
 def _chosen(leaves: list[Any], each: int) -> list[int]:

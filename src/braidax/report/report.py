@@ -136,7 +136,8 @@ class Report:
 
         **Arguments:** `metrics`: a mapping of arrays, still being computed. Those that are not scalar are left out.
         `epoch`: of the step's batch, from 0. `state`: that the step returned, if its end is to be known: metrics are
-        there before the optimizer is done. It may be donated to the next step.
+        there before the optimizer is done. It may be donated to the next step. Learning rates that
+        `optax.inject_hyperparams` keeps in it are metrics then, by the name `learning_rate`, unless there is one.
         """
         self._following().update(metrics, epoch, state)
 
@@ -204,15 +205,18 @@ class _Run:
         self._last_end = 0.0
         self.dispatched: float | None = None
         self.updated: float | None = None
-        self._ends = Ends()
+        from braidax.report.learning_rates import LearningRates
+
+        self._ends, self._rates = Ends(), LearningRates()
         self._pending: deque[Future[None]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-report")
 
     def update(self, metrics: Any, epoch: int, state: Any) -> None:
         self.step, self.epoch = self.step + 1, epoch
         end = () if state is None else self._ends.of(state)
+        rates = {} if state is None else self._rates.of(state)
         times = _Times(self.asked, self.arrived, self.dispatched, self.updated)
-        self._submit(self._finish, self.step, epoch, times, metrics, end)
+        self._submit(self._finish, self.step, epoch, times, metrics, end, rates)
 
     @contextlib.contextmanager
     def measuring(self, name: str) -> Generator[None, None, None]:
@@ -244,7 +248,9 @@ class _Run:
         while len(self._pending) > _STEPS_AHEAD or (self._pending and self._pending[0].done()):
             self._pending.popleft().result()
 
-    def _finish(self, step: int, epoch: int, times: "_Times", metrics: Any, ends: Sequence[Any]) -> None:
+    def _finish(
+        self, step: int, epoch: int, times: "_Times", metrics: Any, ends: Sequence[Any], rates: Mapping[str, Any]
+    ) -> None:
         jax.block_until_ready(metrics)
         made = time.perf_counter()
         jax.block_until_ready(ends)
@@ -259,7 +265,7 @@ class _Run:
         pace = Pace(end - start, stalled, self._length.batch_size)
         if step > self._first_step + 1:
             self.pace += pace
-        done = Done(step, epoch, _scalars(metrics), pace)
+        done = Done(step, epoch, _scalars(rates) | _scalars(metrics), pace)
         for sink in self._sinks:
             sink.step(done)
 
