@@ -199,6 +199,25 @@ class Trace:
                 "is there: give another path, or change its permissions"
             ) from error
 
+    def to_html(self, *, num_steps: int = 24) -> str:
+        """Returns a page of HTML that needs nothing else: a row for each of the latest steps, and what held it up.
+
+        **Arguments:** `num_steps`: how many, of each process.
+
+        **Raises:** `ArgumentError` where there is no step: a report records them, as `Report(trace=…)` of `fit` does.
+        """
+        from braidax.pictures.waterfall import waterfall_page
+
+        if num_steps < 1:
+            raise ArgumentError(f"num_steps={num_steps!r}: expected how many of the latest steps to draw, 1 or more")
+        spans = self.spans
+        if not any(span.lane == "step" for span in spans):
+            raise ArgumentError(
+                "this trace has no step to draw: expected the trace of a Report that has followed a loop, "
+                "Report(trace=…) of fit"
+            )
+        return waterfall_page(spans, num_steps=num_steps)
+
 
 def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []

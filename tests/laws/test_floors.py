@@ -12,7 +12,7 @@ from tests.laws.tree import ROOT, SRC, imports, modules, third_party
 # A room may import rooms of lower floors. On one floor rooms do not meet, except errors below spans and, at the top,
 # the face below the tasks below the command line.
 FLOORS = (
-    ("errors",),
+    ("errors", "pictures"),
     ("spans", "lifeline", "bindings", "cores", "objects", "extras", "first_use", "host_shard", "connections"),
     ("comm", "program"),
     ("gang", "data", "checkpoint"),

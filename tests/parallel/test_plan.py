@@ -17,6 +17,7 @@ from braidax.parallel.plan.model import Model
 from braidax.parallel.plan.plan import Costs, follow, make_plan, shardings_of
 from braidax.parallel.plan.replaying import anywhere
 from braidax.program import collectives_of, named_leaves, total_sent
+from tests.drawn import Parsed, needs_nothing_else
 from tests.parallel.dense.models import MODELS
 from tests.parallel.models import init, make_mesh, specs
 
@@ -113,6 +114,33 @@ def test_it_fits_a_page_whatever_its_names_are() -> None:
     assert max(map(len, lines)) <= 120
     assert any("…" in line for line in lines)
     assert all(axis in str(made) for axis in mesh.axis_names)
+
+
+def test_a_page_draws_the_batch_on_its_mesh_and_what_a_device_holds() -> None:
+    made = plan()
+    page = Parsed(made.to_html())
+    assert needs_nothing_else(made.to_html())
+    words, tips = set(page.words), [tip for _, _, _, tip in page.boxes if tip]
+    assert {"data 3", "model 1", "part 4 of 4"} <= words
+    assert "data 2, model 1: part 3 of 4" in tips
+    assert str(made) in words
+    step = gpt({"data": bx.FullySharded()})
+    page = Parsed(step.plan.to_html())
+    for one in step.plan.variables:
+        told = f"{one.path}, {'×'.join(map(str, one.shape))} {one.dtype}: "
+        assert any(tip.startswith(told) for _, _, _, tip in page.boxes)
+    roles = {role for role, _, _, tip in page.boxes if tip.startswith("params/")}
+    assert roles == {"f-parameters", "f-gradients", "f-state"}
+
+
+def test_a_page_of_a_large_plan_stays_small() -> None:
+    names = [bx.PlannedVariable(f"params/{at}", (9,), "float32", 36, (bx.Replicated(),), "why") for at in range(2000)]
+    large = replace(names[0], path="params/large", num_bytes=36_000)
+    page = bx.Plan((bx.PlannedAxis("data", 4096, "DataParallel()"),), ("data",), 1, (large, *names)).to_html()
+    words = Parsed(page).words
+    assert "2000 smaller variables: 72 KB" in [tip for _, _, _, tip in Parsed(page).boxes]
+    assert "16 of 4,096 devices; the others go on like these" in words
+    assert any(word.startswith("108 KB in 2001 variables; on all devices") for word in words)
 
 
 def test_plans_are_compared() -> None:

@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
+from braidax.pictures.drawing import Box, Drawing, Words, to_svg
 from braidax.tune import LANES
 from braidax.tune.study import FACTORS, Design, Factor, Run, Setting
 from braidax.tune.study.findings import Findings, find
-from braidax.tune.study.report.drawing import Box, Drawing, Words, to_svg
 from braidax.tune.study.report.pdf import text_width, to_pdf
 from braidax.tune.study.report.sentences import of_best, of_crossed, of_effect, of_hypothesis
 

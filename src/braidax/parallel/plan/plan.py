@@ -160,6 +160,12 @@ class Plan:
             raise ArgumentError("the plan has no pipeline, whose stages a timeline shows: print the plan itself")
         return self.pipeline.timeline(path, measured=measured, width=width)
 
+    def to_html(self) -> str:
+        """Returns a page of HTML that needs nothing else: the batch on its mesh, and a treemap of a device's memory."""
+        from .pictures import plan_page
+
+        return plan_page(self)
+
     @property
     def _mesh(self) -> str:
         return ", ".join(f"{axis.name}={axis.size} ({axis.strategy or 'no strategy'})" for axis in self.axes)

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Sequence
 
+from braidax.pictures.drawing import Box, Drawing, Shape, Stroke, Words, role_of
 from braidax.tune.attribution import LANES
 from braidax.tune.study.design import Design
 from braidax.tune.study.factors import Factor, Sweep
 from braidax.tune.study.findings import Findings, Timed, label
 from braidax.tune.study.statistics import Estimate
-
-from .drawing import Box, Drawing, Shape, Stroke, Words, role_of
 
 _ROW, _BAR = 21.0, 14.0
 

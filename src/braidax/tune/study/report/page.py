@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from braidax.pictures.drawing import Drawing, styles, to_svg
 from braidax.tune.attribution import LANES
 from braidax.tune.study.case import Case
 from braidax.tune.study.design import Design
@@ -14,7 +15,6 @@ from braidax.tune.study.findings import Findings, Timed
 from braidax.tune.study.statistics import Estimate
 
 from .charts import heat_map, interval, milliseconds, stalls, sweep_chart
-from .drawing import Drawing, styles, to_svg
 from .sentences import of_best, of_crossed, of_effect, of_hypothesis, surety
 from .timeline import timeline
 

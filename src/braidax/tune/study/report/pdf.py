@@ -1,6 +1,6 @@
 """A drawing as a PDF of one page, with the fonts that every reader has (PDF 1.7, ISO 32000-1, sections 7 to 9)."""
 
-from .drawing import LIGHT, Box, Drawing, Stroke, Words
+from braidax.pictures.drawing import LIGHT, Box, Drawing, Stroke, Words
 
 _WIDTHS = (
     "278 278 355 556 556 889 667 191 333 333 389 584 278 333 278 278 556 556 556 556 556 556 556 556 556 556 278 278 "

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
+from braidax.pictures.drawing import Drawing, Shape, Stroke, Words, moved
 from braidax.tune.study.case import Case
 from braidax.tune.study.design import Design
 from braidax.tune.study.findings import Findings
 
 from .charts import heat_map, stalls, sweep_chart
-from .drawing import Drawing, Shape, Stroke, Words, moved
 from .pdf import text_width
 from .sentences import of_best, of_crossed, of_effect, of_hypothesis
 

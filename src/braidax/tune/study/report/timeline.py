@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from braidax.errors import ArgumentError
+from braidax.pictures.drawing import Box, Drawing, Shape, Stroke, Words
 
 from .charts import milliseconds
-from .drawing import Box, Drawing, Shape, Stroke, Words
 
 _STEPS = 3
 _ROLES = {

@@ -1,4 +1,4 @@
-"""Shapes on a plane, drawn as SVG here and as PDF in `pdf.py`, so that page and poster show the same."""
+"""Shapes on a plane, drawn as SVG here, and of a study as PDF too, so that page and poster show the same."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -77,6 +77,10 @@ LIGHT = {
     "more": "#d1495b",
     "less": "#2f8f6b",
     "none": "#eef1f4",
+    "parameters": "#3b8ea5",
+    "gradients": "#f2a33a",
+    "state": "#9d7cd8",
+    "kept": "#8fb9d9",
 }
 DARK = LIGHT | {
     "back": "#0d1117",
@@ -92,6 +96,10 @@ DARK = LIGHT | {
     "more": "#e0586b",
     "less": "#3fb68b",
     "none": "#1c232b",
+    "parameters": "#2f7d94",
+    "gradients": "#c9822a",
+    "state": "#7a5cb0",
+    "kept": "#5f8fb5",
 }
 """Colors by role, for light and dark screens; paper is light."""
 
