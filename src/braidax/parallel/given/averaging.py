@@ -42,8 +42,8 @@ def averaging(optimizer: Any, *, decay: float) -> optax.GradientTransformationEx
     def init(params: Any) -> Averages:
         return Averages(jax.tree.map(_wide, params), inner.init(params))
 
-    def update(gradients: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Averages]:
-        moves, kept = inner.update(gradients, state.inner, params, **more)
+    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Averages]:
+        moves, kept = inner.update(updates, state.inner, params, **more)
 
         def moved(old: Any, new: Any) -> Any:
             new = _wide(new)

@@ -3,18 +3,15 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from braidax.pictures.drawing import Box, Drawing, Shape, Words
 from braidax.pictures.page import cut, folded, legend, page, section
 from braidax.pictures.treemap import Place, treemap
 
 from .planned.stages import PlannedPipeline
-from .planned.variable import PlannedVariable
+from .planned.variable import PlannedAxis, PlannedVariable
 from .strategy import in_words
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 _WIDTH, _HIGH = 880.0, 440.0
 _MOST_ROWS, _MOST_COLUMNS = 24, 16  # of devices that are drawn
@@ -28,8 +25,18 @@ _PARTS = (
 _HELD, _ACTIVATIONS = "parameters", "gradients"  # roles of a pipeline's bars
 
 
-def plan_page(plan: "Plan") -> str:
-    """Returns the page of a plan."""
+class Shown(NamedTuple):
+    """What is drawn of a plan: fields of it by these names."""
+
+    axes: Sequence[PlannedAxis]
+    batch_axes: Sequence[str]
+    microbatches: int
+    variables: Sequence[PlannedVariable]
+    pipeline: PlannedPipeline | None
+
+
+def plan_page(plan: Shown, text: str) -> str:
+    """Returns the page of a plan. **Arguments:** `text`: all that it says, in words."""
     mesh = ", ".join(f"{axis.name}={axis.size} ({axis.strategy or 'no strategy'})" for axis in plan.axes)
     split = f"split over {' × '.join(plan.batch_axes)}" if plan.batch_axes else "whole on every device"
     words = f"{mesh}. The batch is {split}; microbatches: {plan.microbatches}. A cell is a device."
@@ -38,10 +45,10 @@ def plan_page(plan: "Plan") -> str:
         parts.append(section("Memory of a device", *_memory(plan.variables)))
     else:
         parts.append(section("Memory of the devices of each stage", *_stages(plan.pipeline)))
-    return page("A plan", [*parts, folded("The plan as text", str(plan))])
+    return page("A plan", [*parts, folded("The plan as text", text)])
 
 
-def _mesh(plan: "Plan") -> Drawing:
+def _mesh(plan: Shown) -> Drawing:
     """Draws a cell for each device: rows are all axes but the last one, which is along the columns."""
     *outer, last = plan.axes
     rows = list(itertools.islice(itertools.product(*(range(axis.size) for axis in outer)), _MOST_ROWS))
@@ -67,7 +74,7 @@ def _mesh(plan: "Plan") -> Drawing:
     return Drawing("The batch on its mesh", _WIDTH, bottom + 4, tuple(shapes))
 
 
-def _cell(plan: "Plan", at: Mapping[str, int], place: Place) -> list[Shape]:
+def _cell(plan: Shown, at: Mapping[str, int], place: Place) -> list[Shape]:
     """Draws a device: which part of the batch it has, and which stages."""
     sizes = {axis.name: axis.size for axis in plan.axes}
     num_parts, part = 1, 0

@@ -162,9 +162,10 @@ class Plan:
 
     def to_html(self) -> str:
         """Returns a page of HTML that needs nothing else: the batch on its mesh, and a treemap of a device's memory."""
-        from .pictures import plan_page
+        from .pictures import Shown, plan_page
 
-        return plan_page(self)
+        shown = Shown(self.axes, self.batch_axes, self.microbatches, self.variables, self.pipeline)
+        return plan_page(shown, str(self))
 
     @property
     def _mesh(self) -> str:
