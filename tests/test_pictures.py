@@ -30,6 +30,7 @@ def test_a_treemap_is_squarish() -> None:
     # The example of the paper: no rectangle is longer than 25/9 of its other side.
     places = treemap([6, 6, 4, 3, 2, 2, 1], Place(0, 0, 6, 4))
     assert max(max(one.width / one.height, one.height / one.width) for one in places) <= 25 / 9 + 1e-9
+    assert {(one.width, one.height) for one in treemap([1.0] * 24, Place(0, 0, 6, 4))} == {(1.0, 1.0)}
     assert treemap([], Place(0, 0, 6, 4)) == []
 
 

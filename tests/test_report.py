@@ -375,7 +375,9 @@ def test_a_logger_that_fails_ends_the_loop() -> None:
 
 def test_a_run_that_is_over_is_not_logged() -> None:
     logged: list[int] = []
-    steps(Report(show="nothing", loggers=[lambda values, *, step: logged.append(step)]), first_step=4)
+    report = Report(show="nothing", loggers=[lambda values, *, step: logged.append(step)])
+    with report.following(LENGTH, 4):
+        report.note({"test_loss": 1.0})
     assert logged == []
 
 
