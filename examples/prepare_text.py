@@ -1,8 +1,12 @@
-"""From raw text to training in one script: join, dedupe, filter, tokenize and shuffle on two ranks, then a small model.
+"""From raw tables to training: join, dedupe, filter, tokenize and shuffle on several ranks, then a small model.
 
-JAX_NUM_CPU_DEVICES=4 python examples/prepare_text.py
+python examples/prepare_text.py                      # on generated tables
+python examples/prepare_text.py --documents "crawl/*.jsonl" --sites sites.parquet --ranks 8 --epochs 1
+
+Documents have the fields `site` and `text`, sites the columns `site` and `quality`, from 0 to 1.
 """
 
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -11,29 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import polars as pl
-from jax.sharding import PartitionSpec as P
 
 import braidax as bx
 import braidax.frame as bf
 from braidax.gang import LocalGang
 
 LENGTH, END = 48, 0
-WORDS = [
-    "the",
-    "a",
-    "small",
-    "large",
-    "old",
-    "cat",
-    "dog",
-    "bird",
-    "ship",
-    "sees",
-    "finds",
-    "leaves",
-    "under",
-    "beside",
-]
+WORDS = "the a small large old cat dog bird ship sees finds leaves under beside".split()
+parser = argparse.ArgumentParser()
+parser.add_argument("--documents", help="JSON Lines: a file or a pattern")
+parser.add_argument("--sites", help="Parquet: a file or a pattern")
+for name, number in {"ranks": 2, "epochs": 4, "batch": 64}.items():
+    parser.add_argument(f"--{name}", default=number, type=int)
+args = parser.parse_args()
+if (args.documents is None) != (args.sites is None):
+    parser.error("expected both of --documents and --sites, or none of them")
 
 
 def write(folder):
@@ -55,13 +51,11 @@ def tokenize(texts):  # runs on the ranks, on some thousand texts at a time
     return pl.Series(tokens, dtype=pl.Array(pl.Int32, LENGTH))
 
 
-def prepare(folder):
+def prepare(documents, sites):
     """Returns the plan, as for one process."""
-    documents = pl.scan_ndjson(folder / "documents-*.jsonl").with_columns(pl.col("text").str.strip_chars())
+    documents = pl.scan_ndjson(documents).with_columns(pl.col("text").str.strip_chars())
     texts = documents.unique("text", keep="first", maintain_order=True)
-    good = texts.join(pl.scan_parquet(folder / "sites.parquet"), on="site", maintain_order="left").filter(
-        pl.col("quality") > 0.5
-    )
+    good = texts.join(pl.scan_parquet(sites), on="site", maintain_order="left").filter(pl.col("quality") > 0.5)
     long = good.filter(pl.col("text").str.len_bytes() >= 20)
     tokens = pl.col("text").map_batches(tokenize, return_dtype=pl.Array(pl.Int32, LENGTH), is_elementwise=True)
     return long.select(tokens.alias("tokens"))
@@ -82,19 +76,21 @@ def loss_fn(params, batch):  # the next byte, by the two before it
 
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
 with tempfile.TemporaryDirectory() as folder:
-    write(Path(folder))
-    with LocalGang(2) as gang:
-        frame = bf.from_polars(prepare(Path(folder)), gang).shuffle(seed=0)
-        loader = bx.DataLoader(frame, mesh, P("data"), batch_size=64, seed=1, epochs=4)  # computes it
+    if args.documents is None:
+        write(Path(folder))
+        args.documents, args.sites = Path(folder) / "documents-*.jsonl", Path(folder) / "sites.parquet"
+        print("no --documents: generated 12,000 in a temporary folder")
+    with LocalGang(args.ranks) as gang:
+        frame = bf.from_polars(prepare(args.documents, args.sites), gang).shuffle(seed=0)
+        source = bx.open(frame)  # computes it now, into a folder that goes with the source
+print(f"{len(source):,} documents are left")
 
-source = loader.source
 step = bx.parallelize(
-    loss_fn, optax.adam(1e-2), mesh, {"data": bx.DataParallel()}, init=init_fn, batch=source.batch_spec(64)
+    loss_fn, optax.adam(1e-2), mesh, {"data": bx.DataParallel()}, init=init_fn, batch=source.batch_spec(args.batch)
 )
 state, losses = step.init(jax.random.key(0)), []
-with loader:
+with bx.DataLoader(source, mesh, step.batch_shardings, batch_size=args.batch, seed=1, epochs=args.epochs) as loader:
     for batch in loader:
         state, metrics = step.update(state, batch)
         losses.append(float(metrics["loss"]))
-print(f"{len(source)} of 12000 documents")
 print(f"{len(losses)} steps on {jax.device_count()} devices: loss {losses[0]:.4f} -> {losses[-1]:.4f}")

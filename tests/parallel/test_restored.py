@@ -290,6 +290,23 @@ def test_a_run_begins_with_the_parameters_of_a_file(tmp_path: Path) -> None:
     assert state.params["table"].shape == (38, 4)
 
 
+def test_a_file_with_a_part_of_the_parameters_is_restored_into_a_state(tmp_path: Path) -> None:
+    step = make_step(pooled, optax.sgd(3e-2))
+    begun = step.init(jax.random.key(3))
+    name = next(name for name in begun.params if name != "table")
+    save_file({name: np.asarray(begun.params[name]) + 1}, tmp_path / "part.safetensors")
+
+    def read(like: Any) -> Any:
+        named = {"only": f"params/{name}", "name": lambda path: path.removeprefix("params/")}
+        return restore_safetensors(tmp_path / "part.safetensors", like, **named)
+
+    with pytest.raises(ArgumentError, match=r"^params/narrow \(and 2 others\) is a jax.Shape.*: restore .* into step.init"):
+        step.init(jax.random.key(3), read(step.state_specs).params)
+    state = read(begun)
+    same_bits(state.params[name], np.asarray(step.init(jax.random.key(3)).params[name]) + 1)
+    assert state.params["table"] is begun.params["table"]
+
+
 def of_two(comm: Communicator, root: Path) -> str:
     """Saves by rows, restores whole and by rows, and saves that, over the devices of two processes."""
     steps = [small(ADAM, each, num_devices=4) for each in (HYBRID, WHOLE)]

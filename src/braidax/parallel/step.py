@@ -17,7 +17,7 @@ from .compiler_options import CompilerOptions
 from .compute.in_flight import InFlight
 from .compute.late_checks import LateChecks
 from .compute.work import Work
-from .given.arrays import adopt, canonical, place, typed_key, with_shardings
+from .given.arrays import adopt, canonical, check_made, place, typed_key, with_shardings
 from .given.asking import Asking
 from .plan.plan import Plan
 from .plan.replanning import way_to
@@ -131,6 +131,7 @@ class Step:
             return self._own(self._init(key))
         if message := difference(self._state_specs.params, params, "params"):
             raise ArgumentError(f"{message}: pass parameters as `params` of step.state_specs tells them")
+        check_made(params)
         return self._own(self._begun(key, adopt(params, self.state_shardings.params)))
 
     @property

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from braidax.program import specs_of
+from braidax.errors import ArgumentError
+from braidax.program import named_leaves, specs_of
 
 
 def place(tree: Any, shardings: Any) -> Any:
@@ -37,6 +38,17 @@ def adopt(tree: Any, shardings: Any) -> Any:
     moved = [_place(leaf, sharding) for leaf, sharding in zip(leaves, wanted, strict=True)]
     owned = [new if new is old else jnp.copy(new) for old, new in zip(leaves, moved, strict=True)]
     return jax.tree.unflatten(structure, owned)
+
+
+def check_made(params: Any) -> None:
+    """Raises `ArgumentError` for parameters of which some are shapes only, such as those that no file had."""
+    shapes = [path for path, leaf in named_leaves(params, "params") if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if shapes:
+        others = f" (and {len(shapes) - 1} others)" if len(shapes) > 1 else ""
+        raise ArgumentError(
+            f"{shapes[0]}{others} is a jax.ShapeDtypeStruct, expected an array: restore a part of the parameters into "
+            "step.init(key) in place of step.state_specs, and the others stay as init makes them"
+        )
 
 
 def _place(leaf: Any, sharding: Sharding) -> jax.Array:
