@@ -19,9 +19,7 @@ import braidax as bx
 from braidax.checkpoint import export_safetensors, restore_safetensors
 
 parser = argparse.ArgumentParser()
-parser.add_argument(
-    "--weights", type=Path, help="safetensors with the names of PyTorch: trunk.0.weight, trunk.0.bias, …"
-)
+parser.add_argument("--weights", type=Path, help="safetensors: trunk.0.weight, trunk.0.bias and so on, as of PyTorch")
 parser.add_argument("--data", type=Path, help=".npz of samples x, float32 [n, features], and their classes y, [n]")
 parser.add_argument("--run", default="runs/finetune", type=Path, help="the folder of the checkpoints")
 parser.add_argument("--epochs", default=20, type=int)

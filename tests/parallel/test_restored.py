@@ -300,7 +300,9 @@ def test_a_file_with_a_part_of_the_parameters_is_restored_into_a_state(tmp_path:
         named = {"only": f"params/{name}", "name": lambda path: path.removeprefix("params/")}
         return restore_safetensors(tmp_path / "part.safetensors", like, **named)
 
-    with pytest.raises(ArgumentError, match=r"^params/narrow \(and 2 others\) is a jax.Shape.*: restore .* into step.init"):
+    with pytest.raises(
+        ArgumentError, match=r"^params/narrow \(and 2 others\) is a jax.Shape.*: restore .* into step.init"
+    ):
         step.init(jax.random.key(3), read(step.state_specs).params)
     state = read(begun)
     same_bits(state.params[name], np.asarray(step.init(jax.random.key(3)).params[name]) + 1)
