@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import polars as pl
+from jax.sharding import PartitionSpec as P
 
 import braidax as bx
 import braidax.frame as bf
@@ -82,14 +83,13 @@ with tempfile.TemporaryDirectory() as folder:
         print("no --documents: generated 12,000 in a temporary folder")
     with LocalGang(args.ranks) as gang:
         frame = bf.from_polars(prepare(args.documents, args.sites), gang).shuffle(seed=0)
-        source = bx.open(frame)  # computes it now, into a folder that goes with the source
-print(f"{len(source):,} documents are left")
+        loader = bx.DataLoader(frame, mesh, P("data"), batch_size=args.batch, seed=1, epochs=args.epochs)  # computes it
+print(f"{loader.num_samples:,} documents are left")
 
-step = bx.parallelize(
-    loss_fn, optax.adam(1e-2), mesh, {"data": bx.DataParallel()}, init=init_fn, batch=source.batch_spec(args.batch)
-)
+batch = loader.source.batch_spec(args.batch)
+step = bx.parallelize(loss_fn, optax.adam(1e-2), mesh, {"data": bx.DataParallel()}, init=init_fn, batch=batch)
 state, losses = step.init(jax.random.key(0)), []
-with bx.DataLoader(source, mesh, step.batch_shardings, batch_size=args.batch, seed=1, epochs=args.epochs) as loader:
+with loader:
     for batch in loader:
         state, metrics = step.update(state, batch)
         losses.append(float(metrics["loss"]))

@@ -4,6 +4,7 @@ MkDocs calls the functions whose names begin with `on_`. What a page links to is
 the benchmarks with their plots, and any file of source as a page of its own.
 """
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -107,6 +108,18 @@ def outside_code(markdown: str) -> str:
 
 
 def shown(path: str) -> str:
-    """Returns the page that shows a file of source."""
+    """Returns the page that shows a file of source, or a notebook."""
+    if path.endswith(".ipynb"):
+        return f"---\nsearch:\n  exclude: true\n---\n{notebook(path)}"
     language = {".py": "python", ".sh": "bash", ".toml": "toml", ".c": "c"}.get(Path(path).suffix, "text")
     return f"---\nsearch:\n  exclude: true\n---\n# {path}\n\n`````{language}\n{(ROOT / path).read_text()}`````\n"
+
+
+def notebook(path: str) -> str:
+    """Returns the cells of a notebook as Markdown."""
+    parts: list[str] = []
+    for cell in json.loads((ROOT / path).read_text())["cells"]:
+        text = "".join(cell["source"])
+        links = LINK.sub(lambda match: linked_from(path, target_of(path), match), text)
+        parts.append(links if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    return "\n\n".join(parts) + "\n"

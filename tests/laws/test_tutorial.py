@@ -1,6 +1,10 @@
-"""The tutorial: its two files and its commands, one after the other, in an empty folder; stopped, and gone on with."""
+"""The tutorial: its two files and its commands, one after the other, in an empty folder; stopped, and gone on with.
+
+And the page of one's own model, whose three models are all trained as it says.
+"""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -8,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.pages import blocks
+from tests.laws.pages import blocks, fresh_processes
 from tests.laws.tree import ROOT
 
 
@@ -50,3 +54,18 @@ def steps_done(folder: Path) -> int:
     """Returns the number of the last step in the metrics."""
     lines = [json.loads(line) for line in (folder / "runs/first/metrics.jsonl").read_text().splitlines()]
     return max(line["step"] for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["nnx", "eqx"])
+def test_a_model_of_another_library_is_trained_by_the_same_lines(library: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "own_model.md").read_text()
+    models, train = page.split("\n## Train\n")
+    assert train.count("linen_") >= 4
+    (tmp_path / "page.md").write_text(models + "\n" + re.sub("linen_(init|logits)", rf"{library}_\1", train))
+    with fresh_processes() as pages:
+        status, output = pages.run(tmp_path / "page.md", tmp_path)
+    assert status == 0, output
+    assert "going on after step 40\n" in output
+    exported = python(tmp_path, "-m", "braidax", "export", "runs/own", "exported.safetensors")
+    assert exported.startswith("exported.safetensors: the parameters of step 80, ")
