@@ -7,6 +7,7 @@ python examples/dlrm_from_parquet.py --data "clicks/*.parquet" --label clicked -
 import argparse
 from itertools import pairwise
 from pathlib import Path
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 import braidax as bx
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--data", help="Parquet, a file, a folder or a pattern: floats are numbers, integers categories")
+parser.add_argument("--data", help="Parquet, a file, a folder or a pattern: floats are numbers, others categories")
 parser.add_argument("--label", default="label", help="the column that is predicted, 0 or 1")
 parser.add_argument("--run", default="runs/dlrm", type=Path, help="the folder of the checkpoints")
 for name, number in {"rows": 10_000, "epochs": 2, "batch": 256, "width": 16}.items():
@@ -38,11 +39,12 @@ if args.data is None:
 
 
 def arranged(window):  # a function of whole windows: columns [n] become arrays [n, columns]
-    columns = {name: window[name] for name in sorted(window) if name != args.label}
-    numbers = [column for column in columns.values() if column.dtype.kind == "f"]
-    categories = [column % args.rows for column in columns.values() if column.dtype.kind in "iu"]  # rows of tables
-    made = {"numbers": np.log1p(np.maximum(np.stack(numbers, 1), 0)), "ids": np.stack(categories, 1)}
-    return {**made, "label": window[args.label]}
+    columns = [window[name] for name in sorted(window) if name != args.label]
+    numbers = [np.log1p(np.maximum(np.nan_to_num(column), 0)) for column in columns if column.dtype.kind == "f"]
+    others = [column for column in columns if column.dtype.kind != "f"]
+    codes = [[crc32(text.encode()) for text in one] if one.dtype.kind == "O" else one for one in others]
+    ids = np.stack(codes, 1) % args.rows  # rows of the tables
+    return {"numbers": np.stack(numbers, 1), "ids": ids, "label": window[args.label]}
 
 
 train, test = bx.data.split(bx.open(args.data, transform=arranged), 0.9, seed=0)
@@ -59,9 +61,8 @@ def layers(key, *sizes):
 
 def init_fn(key):
     keys, num_products = jax.random.split(key, 3), num_tables * (num_tables + 1) // 2
-    tables = jax.random.normal(keys[0], (num_tables, args.rows, args.width)) / 8
     return {
-        "tables": list(tables),
+        "tables": list(jax.random.normal(keys[0], (num_tables, args.rows, args.width)) / 8),
         "bottom": layers(keys[1], num_numbers, 64, args.width),
         "top": layers(keys[2], args.width + num_products, 64, 1),
     }
@@ -69,10 +70,9 @@ def init_fn(key):
 
 def loss_fn(params, batch):
     def apply(layers, x):
-        *hidden, last = layers
-        for layer in hidden:
+        for layer in layers[:-1]:
             x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
-        return x @ last["kernel"] + last["bias"]
+        return x @ layers[-1]["kernel"] + layers[-1]["bias"]
 
     x = apply(params["bottom"], batch["numbers"])
     vectors = jnp.stack([x, *(table[ids] for table, ids in zip(params["tables"], batch["ids"].T, strict=True))], 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import polars as pl
 import pytest
 from safetensors.numpy import load_file
 
@@ -160,7 +161,18 @@ def test_a_resnet_learns_from_a_folder_of_images(told: Told) -> None:
     assert number(output, r"step 44: (\d+) % of the test images are right") > 60
 
 
-def test_a_dlrm_learns_from_parquet(told: Told) -> None:
+def test_a_dlrm_learns_from_parquet(told: Told, tmp_path: Path) -> None:
+    kinds = {
+        "clicked": np.arange(900) % 2,
+        "price": [None, *np.ones(899)],
+        "site": [f"s{row % 7}" for row in range(900)],
+    }
+    pl.DataFrame(kinds).write_parquet(tmp_path / "mine.parquet")  # text, and a number that is missing
+    mine = told(
+        "dlrm_from_parquet.py", "--data", "mine.parquet", "--label", "clicked", "--run", "runs/mine", "--rows", "9000"
+    )
+    assert "810 clicks to train on, 90 to test on: 1 numbers and 2 ids each" in mine
+    assert number(mine, r"step 6: test loss (\S+),") < 1
     output = told("dlrm_from_parquet.py")
     assert "18,000 clicks to train on, 2,000 to test on: 2 numbers and 3 ids each" in output
     assert "3 of 11 variables are tables by rows" in output

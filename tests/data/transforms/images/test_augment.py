@@ -184,6 +184,23 @@ def test_files_are_decoded_only_where_they_are_cropped(files: Files, tmp_path: P
     assert (read(over, [3])["picture"] != got[3]).any()  # cut from the image of 40×40 that was asked for
 
 
+def test_a_part_of_a_folder_is_cropped_as_the_whole_is(files: Files, tmp_path: Path) -> None:
+    for number, data in enumerate(files.payloads):  # no two are of one size
+        (tmp_path / f"{number:02}.jpg").write_bytes(data)
+    source = sources.open(tmp_path)
+    whole = read(center_crop(source, (24, 20), fraction=0.9), list(range(12)))["image"]
+    train, test = sources.split(source, 0.75, seed=3)
+    for part, places in ((train, None), (test, None), (source[::2][1:], [2, 4, 6, 8, 10])):
+        inside: Any = part
+        crop = center_crop(part, (24, 20), fraction=0.9)
+        for each in (crop, cloudpickle.loads(cloudpickle.dumps(crop))):
+            got = read(each, list(range(len(part))))["image"]
+            np.testing.assert_array_equal(got, whole[places or inside.inside(np.arange(len(part)))])
+    (tmp_path / "06.jpg").write_bytes(files.payloads[6][:200])
+    with pytest.raises(RecordError, match=r"06.jpg, record 6: "):
+        read(random_resized_crop(source[4:8], (24, 20)), [0, 1, 2, 3])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

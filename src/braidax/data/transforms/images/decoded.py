@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.source import Box, Indices, Sliced, Source, allocate, is_varying
+from braidax.data.source import Box, ChosenRows, Indices, Sliced, Source, allocate, chosen_rows, is_varying
 from braidax.data.transforms.images.decode import (
     MAX_PIXELS,
     Choose,
@@ -145,6 +145,15 @@ class DecodedSource(Wrapping):
         """Returns itself with crops of another size, of which `read_crops` is told where they are."""
         return replace(self, size=size, decoding=replace(self.decoding, resizes=True, crops=True))
 
+    def of_rows(self, rows: ChosenRows) -> "DecodedSource":
+        """Returns what decodes some of the samples; errors call them as before. **Arguments:** `rows`: of itself."""
+
+        def name(record: int) -> str:
+            return self.decoding.name(int(rows.inside(np.array([record]))[0]))
+
+        inside = chosen_rows(self.source, rows.places, rows.permutation)
+        return replace(self, source=inside, decoding=replace(self.decoding, name=name))
+
 
 @dataclass(frozen=True, eq=False)
 class DecodedSlices(DecodedSource, WrappingSlices):
@@ -165,8 +174,12 @@ class DecodedSlices(DecodedSource, WrappingSlices):
 def encoded(source: Source, leaf: str) -> DecodedSource | None:
     """Returns what decodes a leaf so that crops of it can be read, or None if the source has no encoded images there.
 
-    Images that a source was asked to resize are as it was asked: crops are cut from the resized ones.
+    Images that a source was asked to resize are as it was asked: crops are cut from the resized ones. Of a part of a
+    source, such as `split` makes, the images are encoded where those of the whole are.
     """
+    if isinstance(source, ChosenRows):
+        whole = encoded(source.source, leaf)
+        return None if whole is None else whole.of_rows(source)
     if isinstance(source, DecodedSource):
         return source if source.leaf == leaf and not source.decoding.resizes else None
     inside = getattr(source, "decodes", None)
