@@ -77,7 +77,7 @@ def loss_fn(params, batch):
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     counts = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)  # the next token is of the same document
     counts &= batch.get("mask", np.ones(len(tokens), bool))[:, None]  # of a last batch that is not full
-    return (losses * counts).sum() / counts.sum()
+    return (losses * counts).sum() / counts.sum(), {"num_tokens": counts.sum()}
 
 
 def init_fn(key):
@@ -95,5 +95,5 @@ with (
 ):
     report = bx.Report(metrics=args.run / "metrics.jsonl")
     state = bx.fit(step, step.init(jax.random.key(0)), loader, saver=saver, report=report, test=held_out)
-    perplexity = np.exp(bx.evaluate(step, state, held_out)["loss"])
+    perplexity = bx.evaluate(step, state, held_out)["perplexity"]
 print(f"step {int(state.step)}: test perplexity {perplexity:.2f}; by guessing {tokenizer.get_vocab_size()}")
