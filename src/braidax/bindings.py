@@ -2,7 +2,6 @@
 
 import importlib
 from importlib.machinery import EXTENSION_SUFFIXES
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -36,14 +35,14 @@ def missing_bindings(package: Path | None = None) -> dict[str, str]:
 
 
 def _problem(package: Path, module: str) -> str | None:
+    import ctypes
+
     parts = package.joinpath(*module.split("."))
     files = [file for suffix in EXTENSION_SUFFIXES if (file := parts.with_name(parts.name + suffix)).exists()]
     if not files:
         return "not compiled"
     try:
-        spec = spec_from_file_location(parts.name, files[0])
-        assert spec is not None
-        module_from_spec(spec)
-    except ImportError as error:
+        ctypes.CDLL(str(files[0]))  # as a library: a second module of it would take the types of the first
+    except OSError as error:
         return f"cannot be loaded: {error}"
     return None

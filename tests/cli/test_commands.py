@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jaxlib
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -14,6 +15,8 @@ import braidax
 from braidax.bindings import missing_bindings
 from braidax.cli import app
 from braidax.cli.versions import describe_bindings
+from braidax.comm import Communicator
+from tests.comm.ranks import outcomes
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -41,6 +44,17 @@ def test_bindings_that_are_not_there_are_told_with_the_page_that_helps(tmp_path:
     broken.write_bytes(b"of another machine")
     assert missing_bindings(tmp_path)["ucx"].startswith("cannot be loaded: ")
     assert describe_bindings({"ucx": "not compiled"}).startswith("compiled: tcp, frame, servers; without: ucx (")
+
+
+def test_who_asks_what_is_compiled_computes_as_before() -> None:
+    def sums(comm: Communicator) -> float:
+        before = float(comm.all_reduce(np.ones(4))[0])
+        assert missing_bindings() == {}
+        comm.barrier()
+        return before + float(comm.all_reduce(np.ones(4))[0])
+
+    assert outcomes(2, sums, transport="tcp") == [4.0, 4.0]
+    assert outcomes(2, sums, transport="tcp") == [4.0, 4.0]  # ranks that begin afterwards
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["plan"], ["launch"], ["frame"], ["inspect"]])
