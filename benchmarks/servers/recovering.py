@@ -19,6 +19,8 @@ from braidax.gang import LocalGang
 from braidax.parallel import Served
 
 _BATCH, _READ = 256, 20
+_TAKEN = r"taken the place of server 0 in ([\d.]+) s"
+_LIMIT_SECONDS = 60.0
 
 
 def recover_case(report: Report, *, num_rows: int, width: int, rounds: int) -> None:
@@ -62,7 +64,9 @@ def _recovered(num_rows: int, width: int) -> tuple[float, float, float]:
                 step.finish()
                 os.kill(pids[0], signal.SIGKILL)
                 begun = time.perf_counter()
-                while not (copied := [one for line in told for one in re.findall(r"place of 0 in ([\d.]+) s", line)]):
+                while not (copied := [one for line in told for one in re.findall(_TAKEN, line)]):
+                    if time.perf_counter() - begun > _LIMIT_SECONDS:
+                        raise TimeoutError(f"no server has taken the place of the lost one; the log says: {told}")
                     start = time.perf_counter()
                     state, _ = step.update(state, drawn(random, num_rows))
                     longest = max(longest, time.perf_counter() - start)
