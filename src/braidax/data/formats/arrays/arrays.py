@@ -72,19 +72,20 @@ class ArraySource(Source, Sliced):
     def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
         """Copies parts of rows into place: one vectorized copy per leaf, which touches nothing else of the array."""
         check_indices(indices, self._num_samples, where=self._where)
-        parts = [part for part in zip(self._layouts, boxes, out, strict=True) if part[1] is not None]
-        rows = [name for name, box, _ in parts if self._is_gathered(name, box)]
-        with self._reading(rows, indices):
-            for name, box, target in parts:
-                if name in rows and target is not None and box is not None:
-                    part = self._leaves[name]
-                    if box != self._whole[name]:
-                        part = part[(slice(None), *(slice(start, stop) for start, stop in box))]
-                    gather(part, indices, target, where=self._where, leaf=name)
-        for name, box, target in parts:
-            if target is None or box is None:
-                continue
-            if name not in rows:
+        wanted = [
+            (name, box, target)
+            for name, box, target in zip(self._layouts, boxes, out, strict=True)
+            if box is not None and target is not None
+        ]
+        gathered = [part for part in wanted if self._is_gathered(part[0], part[1])]
+        with self._reading([name for name, _, _ in gathered], indices):
+            for name, box, target in gathered:
+                array = self._leaves[name]
+                if box != self._whole[name]:
+                    array = array[(slice(None), *(slice(start, stop) for start, stop in box))]
+                gather(array, indices, target, where=self._where, leaf=name)
+        for name, box, target in wanted:
+            if not self._is_gathered(name, box):
                 self._read_box(name, indices, box, target)
             if target.dtype == np.bool_:  # a damaged file may hold other bytes than 0 and 1
                 np.not_equal(target.view(np.uint8), 0, out=target)
@@ -121,7 +122,7 @@ class ArraySource(Source, Sliced):
         }
         return _source_again, (kept, views, self._where, self._facts, self._mapped)
 
-    def _is_gathered(self, name: str, box: Box | None) -> bool:
+    def _is_gathered(self, name: str, box: Box) -> bool:
         """Says whether NumPy takes the rows of a leaf; parts of them are found by their bytes where they can be."""
         return box == self._whole[name] or not self._leaves[name].flags.c_contiguous
 
