@@ -29,6 +29,7 @@ from braidax.gang.dask_store import ALIVE
 from braidax.gang.on_gang import launch_on
 from braidax.gang.program import Program
 from tests.gang import clusters, staying
+from tests.gang.serving_tables import check_tables_are_served
 from tests.gang.test_launch import JOIN
 from tests.laws.tree import ROOT
 
@@ -247,6 +248,10 @@ def test_kills_of_workers_at_random_moments(staying_gang: DaskGang, seed: int) -
     staying.kill_at_random_moments(staying_gang, seed)
 
 
+def test_tables_are_served(staying_gang: DaskGang) -> None:
+    check_tables_are_served(staying_gang)
+
+
 def test_the_store_is_replaced_with_the_worker_that_it_lay_on(staying_gang: DaskGang) -> None:
     staying_gang.put("x", ["a", "b", "c"])
     with pytest.raises(PeerLost):
@@ -391,6 +396,7 @@ CLIENT = """
 import sys, distributed
 from braidax.gang.dask import DaskGang
 from tests.gang import clusters, staying
+from tests.gang.serving_tables import check_tables_are_served
 
 with distributed.Client(sys.argv[1], set_as_default=False) as client, DaskGang(client, timeout_seconds=600) as gang:
     print("runs", flush=True)

@@ -23,6 +23,7 @@ from braidax.gang.actor_store import ActorStore
 from braidax.gang.ray import RayGang, RayStore
 from tests.gang import clusters, staying
 from tests.gang.ray_cluster import SETTINGS, ray_cluster
+from tests.gang.serving_tables import check_tables_are_served
 from tests.laws.tree import ROOT
 
 # By JAX, where it runs already: Ray forks to start its processes, which then run another program.
@@ -91,6 +92,10 @@ def test_a_gang_on_ray_stays(gang: RayGang, tmp_path: Path, check: Callable[[Gan
 @pytest.mark.parametrize("seed", staying.seeds(quick=1, nightly=20))
 def test_kills_at_random_moments(gang: RayGang, seed: int) -> None:
     staying.kill_at_random_moments(gang, seed)
+
+
+def test_tables_are_served(gang: RayGang) -> None:
+    check_tables_are_served(gang)
 
 
 def test_the_store_is_replaced_when_it_is_gone(gang: RayGang) -> None:

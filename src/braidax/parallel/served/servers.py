@@ -19,6 +19,8 @@ from .compressed.feedback import Feedback
 from .compressed.travelling import Travelling, unpacked_rows
 from .layouts.resizing import Resizing
 from .meetings.joining import Joined
+from .meetings.same_model import check_same_model
+from .meetings.world import trainer_lost
 from .on_servers.dense import DenseForm
 from .on_servers.told import described
 from .programs import TableForm, TablePart, joined_sums
@@ -80,7 +82,10 @@ class Servers:
             self._feedback = Feedback(forms, travelling.wire, self._asking.num_ranks)
             self._world.divide()
             more = {"staleness": staleness, "disk": disk, **travelling._asdict()}
-            make = functools.partial(self._making, *described(forms), more)
+            tables, programs = described(forms)
+            options = {**more, "copies": copies, "spares": spares}
+            check_same_model(self._world.workers, tables, programs, self._dense, options)
+            make = functools.partial(self._making, tables, programs, more)
             self._resizing = Resizing(self._asking, make, self._world, self.meet)
             self._stack.callback(self._resizing.close)
             self._first_asks(lambda part: make("make", part, self.num_servers))
@@ -118,7 +123,7 @@ class Servers:
             with span("comm", "meet"):
                 self._world.workers.barrier()
         except PeerLost as error:
-            raise self._one_is_lost(str(error), error.rank, error.host) from error
+            raise trainer_lost(str(error), error.rank, error.host) from error
 
     def recover(self, num_updates: int, settle: Callable[[], object]) -> None:
         """Lets others take the place of servers that are lost, where all who train have agreed to do that now.
@@ -154,13 +159,7 @@ class Servers:
         """Raises `PeerLost` where a server says that one who trains is gone, without whom no update is complete."""
         for answer in answers:
             if answer.kind == "lost":
-                raise self._one_is_lost(f"worker {answer.fields['worker']} is gone", int(answer.fields["worker"]))
-
-    def _one_is_lost(self, told: str, rank: int, host: str = "") -> PeerLost:
-        told = (
-            f"a process that trains, too, is lost, and an update takes all: {told}; start all of them again, and they "
-        )
-        return PeerLost(f"{told}go on from the last checkpoint", rank, host)
+                raise trainer_lost(f"worker {answer.fields['worker']} is gone", int(answer.fields["worker"]))
 
     def ask(self, kind: str, fields: Callable[[int], Mapping[str, Any]]) -> list[Message]:
         """Asks the servers of all parts at once. **Arguments:** `fields`: of the question for a part."""

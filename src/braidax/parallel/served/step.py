@@ -86,7 +86,7 @@ class ServedStep:
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
         self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="braidax-summing")
-        self._summing, self._pushing = Summing(self._threads), Pushing(self._servers, self._thread)
+        self._summing, self._pushing = Summing(self._threads, joined.world), Pushing(self._servers, self._thread)
         self._pulling = Pulling(self._servers, feed, self._thread, self._reading if placement.staleness else None)
         self._tables = ServedTables(self._servers, self._forms, self._settled, self._restored)
         self._publisher = Publisher(self._servers, self._forms)
@@ -196,9 +196,8 @@ class ServedStep:
         totals: dict[int, Any] = {}
         if self._feed.stages:
             self._pushing.wait()
-            sums = self._servers.stage(
-                rows, self._summing.summed(rows, payload, self._reading.sums_on_host), self._num_updates
-            )
+            summed = self._summing.summed_on_host(rows, payload, self._reading.sums_on_host, self._num_updates)
+            sums = self._servers.stage(*summed, self._num_updates)
             totals, squares = self._feed.totals(sums)
             payload, metrics = None, with_squares(metrics, squares)
         given = (dense, totals)
@@ -385,8 +384,10 @@ class ServedStep:
     # What the host does
 
     def _push(self, rows: Mapping[str, BatchRows], payload: Any, numbers: Any, step: int) -> None:
-        """Brings the gradients of rows to the servers, when they are there, unless they are staged."""
-        gradients = None if payload is None else self._summing.summed(rows, payload, self._reading.sums_on_host)
+        """Brings the gradients of rows to the servers, when they are there."""
+        gradients = None  # they were staged
+        if payload is not None:
+            rows, gradients = self._summing.summed_on_host(rows, payload, self._reading.sums_on_host, step)
         told = {name: [np.asarray(number) for number in some] for name, some in numbers.items()}
         self._servers.push(rows, gradients, told, step)
 

@@ -58,6 +58,10 @@ class BatchRows:
         self._asked = [(self.unique[places] // num_servers).astype(np.int64) for places in self._order]
         self._num_servers = num_servers
 
+    def others(self, ids: NDArray[np.int32]) -> "BatchRows":
+        """Returns other rows, of the same servers, as if one device read them."""
+        return BatchRows({0: ids}, self._num_servers)
+
     def asked(self, server: int) -> NDArray[np.int64]:
         """Returns which of its rows a server is asked for."""
         return self._asked[server]

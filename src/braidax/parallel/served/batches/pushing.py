@@ -1,4 +1,4 @@
-"""Gradients of rows: summed over the ids and devices of a process, and brought to servers behind a step."""
+"""Gradients of rows: summed over the ids and devices of a process or host, and brought to servers behind a step."""
 
 import contextlib
 from collections import deque
@@ -10,7 +10,9 @@ import jax
 from numpy.typing import NDArray
 
 from braidax.parallel.served.batches.batch_rows import BatchRows
+from braidax.parallel.served.batches.on_host import Gradients, summed_on_host
 from braidax.parallel.served.batches.parts import local_parts
+from braidax.parallel.served.meetings.world import World
 from braidax.parallel.served.row_memory import aligned
 from braidax.parallel.served.servers import Servers
 from braidax.spans import span
@@ -18,10 +20,13 @@ from braidax.spans import span
 
 @final
 class Summing:
-    """Sums gradients of rows, in memory that it keeps. **Arguments:** `threads`: share the work."""
+    """Sums gradients of rows, in memory that it keeps.
 
-    def __init__(self, threads: Executor) -> None:
-        self._threads = threads
+    **Arguments:** `threads`: share the work. `world`: of the processes that train, where these are of one JAX.
+    """
+
+    def __init__(self, threads: Executor, world: World | None = None) -> None:
+        self._threads, self._world = threads, world
         self._room: dict[str, dict[int, NDArray[Any]]] = {}  # for the sums of each table, by device
 
     def summed(
@@ -40,6 +45,24 @@ class Summing:
                 parts = one.summed_ids(parts, self._room[name], self._threads)
             found[name] = one.summed(parts)
         return found
+
+    def summed_on_host(
+        self,
+        rows: Mapping[str, BatchRows],
+        payload: Mapping[str, jax.Array],
+        on_host: Callable[[str], bool],
+        step: int,
+    ) -> Gradients:
+        """Returns what this process pushes: of several on a host the first one has the sums of all.
+
+        All processes call it, for each update in turn. **Arguments:** as of `summed`. `step`: the update. **Raises:**
+        as `summed_on_host`.
+        """
+        own, host = self.summed(rows, payload, on_host), None if self._world is None else self._world.host
+        if host is None:
+            return rows, own
+        with span("comm", "sum on host"):
+            return summed_on_host(host, rows, own, step)
 
 
 @final

@@ -8,7 +8,8 @@ from typing import Any, final
 import numpy as np
 
 from braidax.comm import Communicator
-from braidax.errors import BraidaxError, CommError
+from braidax.connections.hosts import host_id
+from braidax.errors import BraidaxError, CommError, PeerLost
 from braidax.parallel.served.meetings.meeting import Meeting
 
 MOVE_SECONDS = 30.0
@@ -24,13 +25,14 @@ class World:
     **Arguments:** `meeting`: where all meet. `worker`: which of those who train this is.
 
     **Fields:** `comm`: of all, servers first. `workers`: of those who train; None where that is one, or before
-    `divide`.
+    `divide`. `host`: of those of them that are on this host; None where that is one.
     """
 
     def __init__(self, meeting: Meeting, worker: int) -> None:
         self._meeting, self._rank = meeting, meeting.num_servers + worker
         self.comm = meeting.join(self._rank)
         self.workers: Communicator | None = None
+        self.host: Communicator | None = None
 
     @property
     def failure(self) -> CommError | None:
@@ -38,11 +40,17 @@ class World:
         return self.comm.failure
 
     def divide(self) -> None:
-        """Makes the group of those who train; all of them call it, and servers make theirs."""
-        self.workers = self._divided(self.comm)
+        """Makes the groups of those who train; all of them call it, and servers make theirs."""
+        self.workers, self.host = self._divided(self.comm)
 
-    def _divided(self, comm: Communicator) -> Communicator | None:
-        return comm.split(1) if self._meeting.num_workers > 1 else None
+    def _divided(self, comm: Communicator) -> tuple[Communicator | None, Communicator | None]:
+        """Returns `workers` and `host`."""
+        if self._meeting.num_workers == 1:
+            return None, None
+        workers, own = comm.split(1), host_id().encode()
+        hosts = [bytes(one) for one in workers.all_gather(own)]
+        host = workers.split(hosts.index(own))
+        return workers, host if host.size > 1 else None
 
     def ask(self, server: int, question: Any) -> Any:
         """Returns what a server answers. **Raises:** as `Communicator.ask`."""
@@ -61,11 +69,11 @@ class World:
         **Returns:** why all stay where they are; empty when they have moved. **Raises:** `PeerLost` when one who trains
         is gone.
         """
-        came, workers, why = None, None, ""
+        came, workers, host, why = None, None, None, ""
         try:
             with self._giving_up(epoch):
                 came = self._meeting.join(self._rank, epoch=epoch, timeout_seconds=MOVE_SECONDS)
-            workers = self._divided(came)
+            workers, host = self._divided(came)
         except (BraidaxError, OSError) as error:
             why = f"{type(error).__name__}: {error}"
             self._meeting.give_up(why, epoch=epoch)
@@ -83,7 +91,7 @@ class World:
             if came is not None:
                 came.close()
             return why
-        former, self.comm, self.workers = self.comm, came, workers
+        former, self.comm, self.workers, self.host = self.comm, came, workers, host
         if workers is not None:
             workers.barrier()
         former.close()
@@ -111,3 +119,14 @@ class World:
     def close(self) -> None:
         """Leaves it. A second call does nothing."""
         self.comm.close()
+
+
+def trainer_lost(told: str, rank: int, host: str = "") -> PeerLost:
+    """Returns that one who trains is gone, where an update takes all. **Arguments:** `told`: how that was seen. Others:
+    as of `PeerLost`."""
+    return PeerLost(
+        f"a process that trains, too, is lost, and an update takes all: {told}; start all of them again, and they go "
+        f"on from the last checkpoint",
+        rank,
+        host,
+    )

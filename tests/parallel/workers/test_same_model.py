@@ -1,0 +1,74 @@
+"""Workers that have other models than the first one are told so before anything is trained."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import braidax.parallel as bx
+from braidax.errors import ArgumentError
+from braidax.gang import LocalGang
+from tests.parallel.workers.teams import OPTIMIZERS, WIDTH, WORDS, batches, init, make_step, own_part, team
+
+
+def wider(key: jax.Array) -> Any:
+    return {**init(key), "words": jax.random.normal(key, (WORDS + 1, WIDTH))}
+
+
+def with_more(key: jax.Array) -> Any:
+    return {**init(key), "more": jnp.zeros(3)}
+
+
+def drawn_otherwise(key: jax.Array) -> Any:
+    return {**init(key), "words": jax.random.uniform(key, (WORDS, WIDTH))}
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "a larger table": (
+        {"init": wider},
+        rf"table words is float32\[{WORDS + 1}, {WIDTH}\] there, and float32\[{WORDS}, ",
+    ),
+    "one variable more": ({"init": with_more}, r"variable .*/more is float32\[3\] there, and missing on worker 0"),
+    "another optimizer": ({"optimizer": "adagrad"}, "what is kept of words is .*sum_of_squares.* there, and .*mu"),
+    "weight decay": ({"optimizer": "scheduled"}, "what is kept of words is grown.* there, and last"),
+    "another learning rate": ({"optimizer": "quick"}, "how words begins and moves differs"),
+    "other first values": ({"init": drawn_otherwise}, "how words begins and moves differs"),
+    "another staleness": ({"strategy": bx.ParameterServers(staleness=1)}, "staleness is 1 there, and 0 on worker 0"),
+    "copies": ({"strategy": bx.ParameterServers(copies=2)}, "copies is 2 there, and 1 on worker 0"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_worker_with_another_model_is_named(
+    gangs: dict[int, LocalGang], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "quick", optax.adam(2e-2))
+    others, message = OTHERS[case]
+    errors: list[str] = []
+
+    def work(number: int, seat: Any) -> None:
+        with pytest.raises(ArgumentError, match=f"worker 1 has another model than worker 0: .*{message}") as raised:
+            make_step(seat, **(others if number == 1 else {}))
+        errors.append(str(raised.value))
+
+    team(gangs[2], 3, work)
+    assert len(errors) == 3
+    assert len({*errors}) == 1
+    assert all("expected all workers to give parallelize the same model" in one for one in errors)
+
+
+def test_workers_of_other_files_have_the_same_model(gangs: dict[int, LocalGang]) -> None:
+    """Programs are compared without the lines that they are from."""
+    source = "\n\n\ndef init(key):\n    return first(key)\n"
+    elsewhere: dict[str, Any] = {"first": init}
+    exec(compile(source, "/elsewhere/model.py", "exec"), elsewhere)  # a function of another file
+    (batch,) = batches(1)
+
+    def work(number: int, seat: Any) -> float:
+        with make_step(seat, size=len(batch["target"]) // 2, init=elsewhere["init"] if number else init) as step:
+            _, metrics = step.update(step.init(jax.random.key(0)), own_part(batch, number, 2))
+            return float(metrics["loss"])
+
+    assert all(loss > 0 for loss in team(gangs[2], 2, work))
