@@ -37,9 +37,9 @@ def at_once(calls: list[Callable[[], object]]) -> list[object]:
         return [future.result(timeout=2 * SECONDS) for future in [threads.submit(call) for call in calls]]
 
 
-def agreed(hub: Hub, number: int, seconds: float = SECONDS) -> Verdict | None:
+def agreed(hub: Hub, number: int, seconds: float = SECONDS, *, ready: int = -1) -> Verdict | None:
     deadline = time.monotonic() + seconds
-    return hub.agree(number, deadline=lambda: deadline, stop=threading.Event())
+    return hub.agree(number, ready=lambda: max(number, ready), deadline=lambda: deadline, stop=threading.Event())
 
 
 def test_all_that_are_ready_are_fine() -> None:
@@ -56,6 +56,46 @@ def test_nobody_goes_on_before_the_last_has_come() -> None:
         assert not early[1].done()
         assert agreed(made[2], 0) == FINE
         assert [future.result(timeout=SECONDS) for future in early] == [FINE] * 2
+
+
+def test_one_message_does_for_all_that_are_ready() -> None:
+    with hubs(3) as made:
+        sent = {process: recorded(hub) for process, hub in enumerate(made)}
+        ready = [5, 3, 7]
+        found = at_once([lambda p=p: [agreed(made[p], n, ready=ready[p]) for n in range(4)] for p in range(3)])
+        assert found == [[FINE] * 4] * 3
+        assert [{number for number, _ in sent[process]} for process in range(3)] == [{3}, {3}, {7}]
+        assert [len(sent[process]) for process in range(3)] == [1, 1, 1]
+        assert at_once([lambda hub=hub: agreed(hub, 4) for hub in made]) == [FINE] * 3
+        assert [len(sent[process]) for process in range(3)] == [2, 2, 1]  # the last one has said so before
+
+
+def recorded(hub: Hub) -> list[tuple[int, Verdict]]:
+    """Returns what a hub tells from now on."""
+    told, tell = list[tuple[int, Verdict]](), hub._tell
+
+    def recording(number: int, verdict: Verdict) -> None:
+        told.append((number, verdict))
+        tell(number, verdict)
+
+    hub._tell = recording  # type: ignore[method-assign]
+    return told
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_failure_behind_what_was_ready_is_of_its_own_round(failing: int) -> None:
+    with hubs(3) as made:
+
+        def rounds(process: int) -> list[Verdict | None]:
+            found = [agreed(made[process], number, ready=1 if process == failing else 5) for number in (0, 1)]
+            if process == failing:
+                made[process].fail(2, process, "gone")
+                return found
+            return [*found, agreed(made[process], 2, ready=5)]
+
+        expected = [[FINE, FINE, Verdict("failed", (failing,), "gone")]] * 3
+        expected[failing] = [FINE, FINE]
+        assert at_once([lambda process=process: rounds(process) for process in range(3)]) == expected
 
 
 @pytest.mark.parametrize("failing", [0, 2])
@@ -135,7 +175,9 @@ def test_a_limit_may_be_set_while_waiting(monkeypatch: pytest.MonkeyPatch, proce
     monkeypatch.setattr(star_module, "_GRACE_SECONDS", 0.1)
     limits = [math.inf]
     with hubs(2) as made, ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(made[process].agree, 0, deadline=lambda: limits[0], stop=threading.Event())
+        waiting = threads.submit(
+            made[process].agree, 0, ready=lambda: 0, deadline=lambda: limits[0], stop=threading.Event()
+        )
         with pytest.raises(TimeoutError):
             waiting.result(timeout=0.3)
         limits[0] = 0.0
@@ -146,7 +188,7 @@ def test_a_limit_may_be_set_while_waiting(monkeypatch: pytest.MonkeyPatch, proce
 def test_a_wait_can_be_stopped(process: int) -> None:
     with hubs(2) as made, ThreadPoolExecutor(1) as threads:
         stop = threading.Event()
-        waiting = threads.submit(made[process].agree, 0, deadline=lambda: math.inf, stop=stop)
+        waiting = threads.submit(made[process].agree, 0, ready=lambda: 0, deadline=lambda: math.inf, stop=stop)
         stop.set()
         assert waiting.result(timeout=SECONDS / 2) is None
 

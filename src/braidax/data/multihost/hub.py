@@ -1,6 +1,7 @@
 """Connections between the processes that load together, each to the first of them: it hears all, and tells all.
 
-A round takes one short message each way. JAX's coordination service would do, and takes more calls and more CPU.
+A round takes one short message each way, and one does for several that are ready at once: it says through which. JAX's
+coordination service would do, and takes more calls and more CPU.
 """
 
 import json
@@ -19,7 +20,7 @@ from braidax.connections.channel_loop import ChannelLoop
 from braidax.connections.listener import Listener
 from braidax.connections.world import World
 
-_NUMBER = struct.Struct("!q")  # of the round, before the words
+_NUMBER = struct.Struct("!q")  # of the round, before the words; where all is fine of the last one
 _PURPOSE = b"braidax loader"
 _MAX_BYTES = 1 << 20  # of what is said at once
 _MAX_UNSENT_BYTES = 1 << 16  # which a process may leave unread of what it is told, when its kernel takes no more
@@ -102,22 +103,34 @@ class Hub:
             for process, connection in connections.items()
         }
         self._is_first = is_first
+        self._ready = dict.fromkeys(self._channels, -1)  # through which round each of them is, on the first process
+        self._said = -1  # through which round this one is, as it has said, elsewhere
+        self._fine = -1  # through which round all are
         self._heard: deque[tuple[int, int, Verdict]] = deque()  # from whom, of which round
         self._loop: ChannelLoop[int] = ChannelLoop()
         for process, channel in self._channels.items():
             self._loop.add(channel, process)
 
-    def agree(self, number: int, *, deadline: Callable[[], float], stop: threading.Event) -> Verdict | None:
+    def agree(
+        self, number: int, *, ready: Callable[[], int], deadline: Callable[[], float], stop: threading.Event
+    ) -> Verdict | None:
         """Says that this process is ready for a round, and returns what became of it; None once `stop` is set.
 
-        **Arguments:** `deadline`: returns until when it waits, `time.monotonic` seconds, which may change meanwhile.
+        **Arguments:** `ready`: returns through which round this process is ready, `number` or a later one. `deadline`:
+        returns until when it waits, `time.monotonic` seconds, which may change meanwhile.
         """
+        if self._fine >= number:
+            return _FINE
         if self._is_first:
             verdict = self._collected(number, deadline, stop)
+            if verdict == _FINE:
+                self._fine = min(ready(), *self._ready.values())
             if verdict is not None:
-                self._tell(number, verdict)
+                self._tell(max(number, self._fine), verdict)
             return verdict
-        self._tell(number, _FINE)
+        if self._said < number:
+            self._said = ready()
+            self._tell(self._said, _FINE)
         return self._awaited(number, deadline, stop)
 
     def fail(self, number: int, process: int, words: str) -> None:
@@ -133,7 +146,7 @@ class Hub:
         close_sent(channels, time.monotonic() + _LINGER_SECONDS)
 
     def _collected(self, number: int, deadline: Callable[[], float], stop: threading.Event) -> Verdict | None:
-        missing = set(self._channels)
+        missing = {process for process, through in self._ready.items() if through < number}
         while missing and not stop.is_set():
             left = deadline() - time.monotonic()
             if left <= 0:
@@ -141,15 +154,15 @@ class Hub:
             self._listen(min(left, _SLICE_SECONDS))
             while self._heard:
                 process, said_number, said = self._heard.popleft()
-                if said_number != number:
-                    continue  # it had given up a round that all came to after all
-                if said.kind == "late":  # it waits no longer
-                    return said._replace(processes=tuple(sorted(missing)))
-                if said.kind != "fine":
-                    return said
-                missing.discard(process)
-                if not missing:
-                    return _FINE
+                if said == _FINE:
+                    self._ready[process] = max(said_number, self._ready[process])
+                    if said_number >= number:
+                        missing.discard(process)
+                    if not missing:
+                        return _FINE
+                elif said_number == number:  # else it had given up a round that all came to after all
+                    late = said.kind == "late"  # it waits no longer
+                    return said._replace(processes=tuple(sorted(missing))) if late else said
             if gone := {process for process in missing if self._channels[process].ended is not None}:
                 return Verdict("left", tuple(sorted(gone)))
         return None if missing else _FINE
@@ -168,7 +181,9 @@ class Hub:
             self._listen(min(left, _SLICE_SECONDS))
             while self._heard:
                 _, said_number, said = self._heard.popleft()
-                if said_number == number:
+                if said == _FINE:
+                    self._fine = max(said_number, self._fine)
+                if self._fine >= number or said_number == number:
                     return said
             if channel.ended is not None:
                 return Verdict("left", (first,))

@@ -29,7 +29,8 @@ _ANSWER_SECONDS = 4.0  # which others have, beyond the limit, to say who is late
 class Rounds:
     """One pass: a round for each batch, in order.
 
-    A thread takes part in them ahead, while the step computes.
+    A thread takes part in them ahead, while the step computes. What it says and hears is about all batches that are
+    read by then, so that those that come quickly take fewer messages.
 
     **Arguments:** `group`: the processes. `name`: of the pass. `hub`: is owned, and closed. `timeout_seconds`: of
     a comparison. `replicas`: what is compared of batches, if anything is. `hosts`: names of those of the processes.
@@ -53,6 +54,7 @@ class Rounds:
         self._name = name
         self._hub = hub
         self._numbers = itertools.count()
+        self._coming: deque[Future[Any]] = deque()  # parts of batches whose rounds have yet to begin
         self._timeout_seconds = timeout_seconds
         self._threads = Threads(1, "braidax-rounds")
         self._stop = threading.Event()
@@ -63,6 +65,7 @@ class Rounds:
         **Arguments:** `local`: this process's part.
         """
         confirmation = Confirmation()
+        self._coming.append(local)
         confirmation.future = self._threads.submit(self._confirm, confirmation, next(self._numbers), local)
         return confirmation
 
@@ -106,6 +109,7 @@ class Rounds:
             self._hub.close()
 
     def _confirm(self, confirmation: Confirmation, number: int, local: "Future[Any]") -> None:
+        self._coming.popleft()
         try:
             self._await(local, confirmation)
         except BaseException as error:
@@ -115,9 +119,19 @@ class Rounds:
         if self._stop.is_set():
             return
         earliest = time.monotonic() + _LEAST_SECONDS
-        verdict = self._hub.agree(number, deadline=lambda: max(confirmation.deadline, earliest), stop=self._stop)
+        verdict = self._hub.agree(
+            number,
+            ready=lambda: number + self._num_read(),
+            deadline=lambda: max(confirmation.deadline, earliest),
+            stop=self._stop,
+        )
         if verdict is not None and verdict.kind != "fine":
             raise self._error(verdict)
+
+    def _num_read(self) -> int:
+        """Returns how many parts that come next this process has read already."""
+        is_read = (one.done() and not one.cancelled() and one.exception() is None for one in [*self._coming])
+        return sum(itertools.takewhile(bool, is_read))
 
     def _error(self, verdict: Verdict) -> Exception:
         if verdict.kind == "late":
