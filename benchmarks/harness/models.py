@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -178,8 +178,11 @@ def bert(batch_size: int, sizes: bert_model.Sizes) -> Model:
     )
 
 
-def resnet(stages: tuple[int, ...], size: int, batch_size: int) -> Model:
-    """Returns a residual network with AdamW. **Arguments:** `stages`: blocks in each. `size`: of images, in pixels."""
+def resnet(stages: tuple[int, ...], size: int, batch_size: int, *, norm: Literal["batch", "group"] = "batch") -> Model:
+    """Returns a residual network with AdamW.
+
+    **Arguments:** `stages`: blocks in each. `size`: of images, in pixels. `norm`: as of `WideResNet`.
+    """
 
     def batch(number: int) -> Any:
         random = np.random.default_rng(number)
@@ -189,7 +192,7 @@ def resnet(stages: tuple[int, ...], size: int, batch_size: int) -> Model:
         }
 
     source = open_source(batch(0))
-    network = WideResNet(_NUM_CLASSES, stages, num_filters=64, width_factor=1, block="bottleneck", stem="strided")
+    network = WideResNet(_NUM_CLASSES, stages, num_filters=64, width_factor=1, norm=norm)
     task = image_task(network, source, source, batch_size=batch_size, epochs=1, learning_rate=1e-3)
 
     def loss(params: Any, batch: Any, key: jax.Array, variables: Any) -> Any:

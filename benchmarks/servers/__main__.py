@@ -12,14 +12,14 @@ from benchmarks.servers.applying import apply_case
 from benchmarks.servers.delta import delta_case
 from benchmarks.servers.disk import BY_FREQUENCY, disk_case
 from benchmarks.servers.disk_steps import disk_steps_case
-from benchmarks.servers.linked import linked_cases
+from benchmarks.servers.linked import image_cases, linked_cases
 from benchmarks.servers.paces import paces_case
 from benchmarks.servers.plot import draw
 from benchmarks.servers.recovering import recover_case
 from benchmarks.servers.resizing import resize_case
 from benchmarks.servers.steps import parts_case, step_case
 
-CASES = ("apply", "step", "links", "paces", "recover", "resize", "disk", "delta")
+CASES = ("apply", "step", "links", "images", "paces", "recover", "resize", "disk", "delta")
 
 
 def main() -> int:
@@ -29,8 +29,8 @@ def main() -> int:
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw Parallax' chart to FILE (.png or .svg)")
     options = parser.parse_args()
     wanted, quick = options.only or CASES, options.quick
-    if options.plot and "links" not in wanted:
-        parser.error("--plot draws the case links, which is not among those that run")
+    if options.plot and not {"links", "images"} <= {*wanted}:
+        parser.error("--plot draws the cases links and images, which are not among those that run")
     counted: dict[str, tuple[str, str, int]] = {}
     report = Report(options)
     if "apply" in wanted:
@@ -45,7 +45,9 @@ def main() -> int:
         step_case(report, model, num_servers=1 if quick else 2, rounds=2 if quick else 6)
         parts_case(report, model, sizes=(1, 2) if quick else (1, 2, 4), rounds=2 if quick else 6)
     if "links" in wanted:
-        counted = linked_cases(report, quick=quick)
+        counted |= linked_cases(report, quick=quick)
+    if "images" in wanted:
+        counted |= image_cases(report, quick=quick)
     if "paces" in wanted:
         say("paces")
         paces_case(report, seconds=1 if quick else 12, step_seconds=0.1, rounds=1 if quick else 3)

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, final
@@ -30,11 +30,7 @@ def linked_cases(report: Report, *, quick: bool) -> dict[str, tuple[str, str, in
 
     **Returns:** as `draw` takes it: what is counted, in which case and line, and how many of it a step has.
     """
-    claims = {"hybrid_dense": ">= 2.5", "hybrid_ps": ">= 1.2", "resnet_equal": ">= 0.97", "stall": "<= 0.02"}
-    if reason := reason_against():
-        report.missing("step over links", DENSE, reason)
-        for claim, target in claims.items():
-            report.not_measured(claim, target, reason)
+    if _cannot(report, {"hybrid_dense": ">= 2.5", "hybrid_ps": ">= 1.2", "stall": "<= 0.02"}):
         return {}
     rounds = 2 if quick else 4
     gigabits = (10,) if quick else (10, 1)
@@ -48,11 +44,6 @@ def linked_cases(report: Report, *, quick: bool) -> dict[str, tuple[str, str, in
     case = f"step, {_WORKERS} processes, {_in_words(wide)}"
     _measure(report, case, wide, every, gigabits=(10,), rounds=rounds)
     report.against("hybrid_ps", case, "time", ours=ROWS, peers=[PS], at=[_AT], at_least=1.2)
-    images: Given = ("resnet", ((1, 1, 1, 1), 32, 2) if quick else ((3, 4, 6, 3), 64, 4), {})
-    case = f"step, {_WORKERS} processes, {_in_words(images)}"
-    counted["ResNet-50, images"] = (case, _AT, _WORKERS * images[1][-1])
-    _measure(report, case, images, ((ROWS, DENSE),), gigabits=(10,), rounds=2 * rounds)
-    report.against("resnet_equal", case, "time", ours=ROWS, peers=[DENSE], at=[_AT], at_least=0.97)
     for model in (
         ("lm1b", (3_000, 64, 2) if quick else (36_549, 512, 2), {"state": 128 if quick else 8192}),
         ("dlrm", (3_000 if quick else 1_000_000, 64 if quick else 1024), {}),
@@ -70,6 +61,32 @@ def linked_cases(report: Report, *, quick: bool) -> dict[str, tuple[str, str, in
     )
     report.at_most("stall", [1 - WAIT_SECONDS / seconds for seconds in found[LATE]], 0.02)
     return counted
+
+
+def image_cases(report: Report, *, quick: bool) -> dict[str, tuple[str, str, int]]:
+    """Measures a network of which nothing is read by rows, with BatchNorm, which parameter servers refuse, and with
+    GroupNorm. **Returns:** as `linked_cases`, of the second."""
+    if _cannot(report, {"resnet_equal": ">= 0.97"}):
+        return {}
+    counted: dict[str, tuple[str, str, int]] = {}
+    sizes, rounds = ((1, 1, 1, 1), 32, 2) if quick else ((3, 4, 6, 3), 64, 4), 4 if quick else 8
+    for norm, groups in (("batch", ((ROWS, DENSE),)), ("group", ((ROWS, DENSE), (PS, PS_ASYNC)))):
+        images: Given = ("resnet", sizes, {"norm": norm})
+        case = f"step, {_WORKERS} processes, {_in_words(images)}"
+        counted["ResNet-50, images"] = (case, _AT, _WORKERS * sizes[-1])
+        _measure(report, case, images, groups, gigabits=(10,), rounds=rounds)
+        if norm == "batch":
+            report.against("resnet_equal", case, "time", ours=ROWS, peers=[DENSE], at=[_AT], at_least=0.97)
+    return counted
+
+
+def _cannot(report: Report, claims: Mapping[str, str]) -> bool:
+    """Returns whether there are no links here, and says so of claims."""
+    if reason := reason_against():
+        report.missing("step over links", DENSE, reason)
+        for claim, target in claims.items():
+            report.not_measured(claim, target, reason)
+    return bool(reason)
 
 
 def _in_words(model: Given) -> str:

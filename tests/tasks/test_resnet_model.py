@@ -67,3 +67,16 @@ def test_batch_statistics_are_those_of_the_batch() -> None:
     )
     moved: Any = updated["batch_stats"]["_ConvNorm_0"]["BatchNorm_0"]["mean"]
     np.testing.assert_allclose(moved, 0.1 * outputs.mean((0, 1, 2)), rtol=1e-4, atol=1e-6)
+
+
+def test_groups_normalize_each_image_by_itself() -> None:
+    """With as many parameters, and nothing kept besides."""
+    sizes: dict[str, Any] = {"stage_sizes": (1, 1), "num_filters": 8, "block": "basic", "stem": "plain"}
+    model, images = WideResNet(5, norm="group", **sizes), jax.random.normal(jax.random.key(1), (4, 8, 8, 1))
+    assert num_parameters(model, images.shape) == num_parameters(WideResNet(5, **sizes), images.shape)
+    variables = model.init(jax.random.key(0), images, train=False)
+    assert [*variables] == ["params"]
+    together = model.apply(variables, images, train=True)
+    alone = jnp.concatenate([model.apply(variables, image[None], train=True) for image in images])
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+    np.testing.assert_allclose(model.apply(variables, images, train=False), together, atol=1e-6)
