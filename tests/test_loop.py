@@ -88,7 +88,7 @@ def test_it_descends_as_by_hand(tmp_path: Path) -> None:
     ("saver_type", "ending"), [(InterruptedSaver, KeyboardInterrupt(_SAID)), (PreemptedSaver, SystemExit(143))]
 )
 def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(
-    saver_type: type[InterruptedSaver], ending: BaseException, tmp_path: Path
+    saver_type: type[InterruptedSaver], ending: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = make_step(optax.adam(0.1), SAMPLES, 8)
     whole = fit(step, step.init(jax.random.key(0)), make_loader(step, epochs=3))
@@ -97,6 +97,7 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(
         with pytest.raises(type(ending)) as raised:
             fit(step, step.init(jax.random.key(0)), loader, saver=saver)
         assert raised.value.args == ending.args
+        assert (f"SIGTERM: {_SAID}\n" in capsys.readouterr().err) == (saver_type is PreemptedSaver)
         assert saver.num_updates == 7
         assert Plan.from_json(saver.notes["plan"]) == step.plan
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -281,6 +281,8 @@ def test_a_run_that_is_over_says_so_and_writes_nothing(tmp_path: Path, capsys: p
     path = tmp_path / "metrics.jsonl"
     steps(Report(show="line", metrics=path, tensorboard=tmp_path / "board"), first_step=4)
     assert capsys.readouterr().out.splitlines() == ["this run is over: it ended with step 4"]
+    steps(Report(show="line", metrics=path), first_step=7)
+    assert capsys.readouterr().out.splitlines() == ["this run has gone further: it is at step 7, of 4"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -265,7 +265,7 @@ def test_a_file_has_names_values_dtypes_and_where_they_are_from(tmp_path: Path, 
 def test_a_file_that_is_there_stays_unless_it_is_to_be_replaced(tmp_path: Path, monkeypatch: Any) -> None:
     run, file = run_of(tmp_path / "run"), tmp_path / "model.safetensors"
     file.write_text("mine")
-    with pytest.raises(ArgumentError, match=r"is there: expected a file that is to be made; .* existing=\"replace\""):
+    with pytest.raises(ArgumentError, match=r"is there: expected a file .* existing=\"replace\", which is --repl"):
         export_safetensors(run, file)
     assert file.read_text() == "mine"
     export_safetensors(run, file, existing="replace")

@@ -152,7 +152,7 @@ def test_all_that_does_not_match_is_in_one_error(tmp_path: Path) -> None:
         "  leaf 'kind' is a Python int in the checkpoint, but a Python float in `like`",
         "  leaf 'wider' is float32[2, 3] in the checkpoint, but float32[2, 4] in `like`",
         "restore with the tree of the run that saved it and convert afterwards, or a part of it with only=(pattern, "
-        "...)",
+        "...); or give a new run another folder",
     ]
 
 

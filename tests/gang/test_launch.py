@@ -179,7 +179,7 @@ def test_all_start_again_under_the_next_epoch(run: Launch) -> None:
     code, lines = run(text, restarts=2)
     assert code == 0
     assert [line for line in lines if line.startswith("[1] epoch")] == ["[1] epoch 0", "[1] epoch 1", "[1] epoch 2"]
-    assert "braidax launch: starts all again as epoch 2 (restart 2 of 2)" in lines
+    assert "braidax launch: starts all again (restart 2 of 2)" in lines
     code, lines = run(text, restarts=1)
     assert code == 5
     assert sum("failed first" in line for line in lines) == 2

@@ -81,4 +81,4 @@ def test_all_start_again_under_the_next_epoch(tmp_path: Path) -> None:
     code, lines, told = launch(tmp_path, text, restarts=1)
     assert code == 0
     assert {"[0] epoch 1", "[1] epoch 1"} < set(lines)
-    assert "braidax launch: starts all again as epoch 1 (restart 1 of 1)" in told
+    assert "braidax launch: starts all again (restart 1 of 1)" in told

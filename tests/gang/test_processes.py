@@ -83,9 +83,18 @@ def test_what_gloo_greets_with_is_left_out(start: Start, lines: Lines, written: 
     assert sorted(ending.log) == sorted([*left, "x"])
 
 
-def test_on_stderr_nothing_is_left_out(start: Start, lines: Lines) -> None:
+def test_on_stderr_no_greeting_is_left_out(start: Start, lines: Lines) -> None:
     ends(start(f"import sys; print({greeting(0)!r}, file=sys.stderr)"), 1)
     assert lines == [(0, "stderr", greeting(0))]
+
+
+def test_what_jax_says_of_sigterm_is_left_out(start: Start, lines: Lines) -> None:
+    told = (
+        "W1129 02:24:38.995494    1939 preemption_notifier.cc:90] SIGTERM caught at 2026-11-29T02:24:38.995482535+00:00"
+    )
+    other = told.replace("SIGTERM caught at", "SIGTERM handler is")
+    ends(start(f"import sys; print({told!r}, {other!r}, 'saved', sep=chr(10), file=sys.stderr); print({told!r})"), 1)
+    assert sorted(lines) == [(0, "stderr", other), (0, "stderr", "saved"), (0, "stdout", told)]
 
 
 def test_lines_are_whole_and_told_apart(start: Start, lines: Lines) -> None:

@@ -1,4 +1,5 @@
-"""What Gloo writes to stdout when processes have met over CPU collectives, which is no line of the program's."""
+"""What libraries write that is no line of the program's: Gloo to stdout when processes have met over CPU collectives,
+and JAX to stderr at SIGTERM, of which the program says itself what it does."""
 
 import re
 from collections.abc import Generator, Iterable
@@ -8,6 +9,7 @@ _BEGIN = "[Gloo] Rank "
 _PIECES = re.compile(
     rf"(?:{re.escape(_BEGIN)}|\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : )*"
 )
+_TERMINATED = re.compile(r"W\d{4} [\d:.]+ +\d+ preemption_notifier\.cc:\d+\] SIGTERM caught at .*")
 _COUNTS = re.compile(r"connected to (\d+) peer ranks\. Expected number of connected peer ranks is : (\d+)")
 
 
@@ -27,7 +29,7 @@ class Greetings:
         for line in lines:
             if stream == "stdout" and self._is_greeting(line):
                 self._owed += line.count(_BEGIN) - 1
-            else:
+            elif stream == "stdout" or _TERMINATED.fullmatch(line.rstrip()) is None:
                 yield line
 
     def _is_greeting(self, line: str) -> bool:

@@ -25,6 +25,7 @@ GRACE_SECONDS = 30.0
 
 _LOOK_SECONDS = 2.0  # that the rank that failed may take to end, when another one ended because of it
 _PAUSE_SECONDS = 0.1
+_SIGNALED = 128  # above which an exit code is a signal's
 
 
 @dataclass(frozen=True)
@@ -212,11 +213,11 @@ def repeated(run: Callable[[int], Failed | None], restarts: int, log: TextIOBase
         sys.stdout.flush()
         (log or sys.stderr).write(f"braidax launch: {failed}\n")
         if epoch == restarts:
+            if failed.exit_code > _SIGNALED:
+                _tell("run the same command again to go on from the last checkpoint, or give --restarts", log)
             return failed.exit_code
         epoch += 1
-        (log or sys.stderr).write(
-            f"braidax launch: starts all again as epoch {epoch} (restart {epoch} of {restarts})\n"
-        )
+        _tell(f"starts all again (restart {epoch} of {restarts})", log)
     return 0
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator
 from functools import partial
@@ -93,6 +94,8 @@ def fit(
     if interrupted():
         raise KeyboardInterrupt(_words_of_end(saver))
     if preempted() or ends():
+        if jax.process_index() == 0:
+            sys.stderr.write(f"SIGTERM: {_words_of_end(saver)}\n")
         raise SystemExit(128 + signal.SIGTERM)
     return state
 

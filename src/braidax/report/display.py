@@ -22,6 +22,8 @@ class Words:
     def begun(self) -> str:
         """Says where the session begins, if that is not at the first step."""
         if self.length.num_steps is not None and self._first_step >= self.length.num_steps:
+            if self._first_step > self.length.num_steps:
+                return f"this run has gone further: it is at step {self._first_step}, of {self.length.num_steps}"
             return f"this run is over: it ended with step {self._first_step}"
         return f"going on after step {self._first_step}" if self._first_step else ""
 

@@ -15,7 +15,7 @@ from braidax.errors import import_extra
 if TYPE_CHECKING:
     from flax import linen as nn
 else:
-    nn = import_extra("flax.linen", "tasks", purpose="the models of braidax's tasks")
+    nn = import_extra("flax.linen", "tasks", purpose="a model of braidax's tasks")
 
 _INIT = nn.initializers.truncated_normal(0.02)
 _NUM_SEGMENTS = 2  # of a pair of texts; here there is only the first

@@ -14,7 +14,7 @@ from braidax.errors import import_extra
 if TYPE_CHECKING:
     from flax import linen as nn
 else:
-    nn = import_extra("flax.linen", "tasks", purpose="the models of braidax's tasks")
+    nn = import_extra("flax.linen", "tasks", purpose="a model of braidax's tasks")
 
 MIN_SIZE = 75
 """Pixels of the smallest image: of a smaller one nothing is left before the last blocks."""

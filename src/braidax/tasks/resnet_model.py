@@ -18,7 +18,7 @@ from braidax.errors import import_extra
 if TYPE_CHECKING:
     from flax import linen as nn
 else:
-    nn = import_extra("flax.linen", "tasks", purpose="the models of braidax's tasks")
+    nn = import_extra("flax.linen", "tasks", purpose="a model of braidax's tasks")
 
 
 Norm = Literal["batch", "group"]

@@ -311,5 +311,5 @@ def _taken(target: Path) -> ArgumentError:
         return ArgumentError(f"file={str(target)!r}: is a folder: expected a file to write; give a name in it")
     return ArgumentError(
         f"file={str(target)!r}: is there: expected a file that is to be made; give another path, or replace it by "
-        'existing="replace"'
+        'existing="replace", which is --replace on the command line'
     )

@@ -100,7 +100,7 @@ def match(
             f"{content.folder}: does not match `like` in {len(troubles)} of {len(values.keys() | entries.keys())} "
             "leaves, and nothing is cast, left out or made up:\n  " + "\n  ".join(troubles[:_MAX_NAMED]) + more + "\n"
             "restore with the tree of the run that saved it and convert afterwards, or a part of it with "
-            "only=(pattern, ...)"
+            "only=(pattern, ...); or give a new run another folder"
         )
     return wants
 
