@@ -45,11 +45,12 @@ bench: .venv/stamp-bench .venv/peers/spectrax/stamp .venv-streaming/stamp .venv-
 	$(BIN)/python -m benchmarks.servers --fbgemm .venv-torchrec/bin/python $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.balance $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.checkfreq $(ARGS) $(FALLEN)
+	$(BIN)/python -m benchmarks.formats $(ARGS) $(FALLEN)
 	$(BIN)/python -W ignore -m benchmarks.shuffle --streaming .venv-streaming/bin/python $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.page
 
 # Those whose peers lie in the same environment, or are left out where they are not installed.
-SMOKED := comm sharded rotated balance checkfreq
+SMOKED := comm sharded rotated balance checkfreq formats
 
 smoke: .venv/stamp-bench  ## Some benchmarks in their smallest size; fails on a crash only, SMOKED="comm" chooses.
 	for name in $(SMOKED); do echo "benchmarks.$$name --quick"; $(BIN)/python -m benchmarks.$$name --quick || exit; done

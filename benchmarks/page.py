@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parent
 NAMES = (
     "naive",
     "shuffle",
+    "formats",
     "parax",
     "parallax",
     "sharded",

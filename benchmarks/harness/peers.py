@@ -11,7 +11,11 @@ _System = TypeVar("_System")
 
 def absent(module: str) -> str:
     """Returns why a peer cannot be measured, "" if its module is there."""
-    return "" if importlib.util.find_spec(module) else f"not installed ({module})"
+    try:
+        is_there = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package around it
+        is_there = False
+    return "" if is_there else f"not installed ({module})"
 
 
 def installed(
