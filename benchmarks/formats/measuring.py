@@ -91,25 +91,13 @@ class Epoch:
         return self._num_samples / seconds
 
 
-def check_same(name: str, mine: Begin, other: Begin, *, in_order: bool) -> None:
-    """Goes through both once, which warms indexes, imports and pages, and compares what they deliver.
+def looked_at(begin: Begin, *, in_order: bool) -> list[Arrays]:
+    """Goes through an epoch, which warms indexes, imports and pages.
 
-    **Arguments:** `in_order`: whether both have the same batches; else only the sums over the epoch are.
+    **Arguments:** `in_order`: whether others have the same batches.
 
-    **Raises:** `ValueError` where a library delivers other leaves, dtypes, shapes or values.
+    **Returns:** what is compared: the first batch and the last, or else the sums of all.
     """
-    pairs = list(zip(_looked_at(mine, in_order), _looked_at(other, in_order), strict=True))
-    for one, two in pairs:
-        same = one.keys() == two.keys() and all(_is_same(one[leaf], two[leaf]) for leaf in one)
-        if not same:
-            told = [
-                {leaf: f"{array.dtype}{list(array.shape)}" for leaf, array in batch.items()} for batch in (one, two)
-            ]
-            raise ValueError(f"{name}: ours delivers {told[0]}, its library {told[1]}, or other values")
-
-
-def _looked_at(begin: Begin, in_order: bool) -> list[Arrays]:
-    """Returns the first batch and the last, or the sums of all batches."""
     first: Arrays = {}
     last: Arrays = {}
     sums: Arrays = {}
@@ -120,6 +108,20 @@ def _looked_at(begin: Begin, in_order: bool) -> list[Arrays]:
             added = {leaf: array.sum(axis=0, dtype=np.float64) for leaf, array in last.items()}
             sums = {leaf: sums.get(leaf, 0) + part for leaf, part in added.items()}
     return [first, last] if in_order else [sums]
+
+
+def check_same(name: str, ours: Sequence[Arrays], theirs: Sequence[Arrays]) -> None:
+    """Compares what two have delivered, as `looked_at` returns it.
+
+    **Raises:** `ValueError` where a library delivers other leaves, dtypes, shapes or values.
+    """
+    for one, two in zip(ours, theirs, strict=True):
+        if one.keys() != two.keys() or not all(_is_same(one[leaf], two[leaf]) for leaf in one):
+            raise ValueError(f"{name}: ours delivers {_told(one)}, its library {_told(two)}, or other values")
+
+
+def _told(batch: Arrays) -> dict[str, str]:
+    return {leaf: f"{array.dtype}{list(array.shape)}" for leaf, array in batch.items()}
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -20,6 +20,7 @@ def _report() -> Report:
     return Report(argparse.Namespace(quick=True, json=None, only=None, benchmark="formats"))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # webdataset closes no file
 @pytest.mark.parametrize(
     "known",
     [pytest.param(one, marks=[] if one.key in QUICK else pytest.mark.slow, id=one.key) for one in FORMATS],
@@ -43,25 +44,29 @@ def test_ours_delivers_what_the_libraries_do(known: Format, tmp_path: Path) -> N
 
 
 def test_a_library_that_delivers_something_else_is_noticed() -> None:
-    def batches(*arrays: Any) -> Iterator[Any]:
-        return iter([{"x": np.asarray(array)} for array in arrays])
+    def seen(*arrays: Any, in_order: bool = True) -> list[Any]:
+        return measuring.looked_at(lambda: iter([{"x": np.asarray(array)} for array in arrays]), in_order=in_order)
 
     right = np.arange(4, dtype=np.int32)
-    measuring.check_same("a", lambda: batches(right, right), lambda: batches(right, right), in_order=True)
-    measuring.check_same("a", lambda: batches(right, 2 * right), lambda: batches(2 * right, right), in_order=False)
+    measuring.check_same("a", seen(right, right), seen(right, right))
+    measuring.check_same("a", seen(right, 2 * right, in_order=False), seen(2 * right, right, in_order=False))
     for other in (right.astype(np.int64), right[::-1], right[:3]):
         with pytest.raises(ValueError, match=r"a: ours delivers .*'x': 'int32.*, its library .*, or other values"):
-            measuring.check_same("a", lambda: batches(right), lambda other=other: batches(other), in_order=True)
+            measuring.check_same("a", seen(right), seen(other))
     with pytest.raises(ValueError, match="a: ours delivers"):
-        measuring.check_same("a", lambda: batches(right), lambda: batches(right + 1), in_order=False)
+        measuring.check_same("a", seen(right, right), seen(right, right + 1))
+    with pytest.raises(ValueError, match="a: ours delivers"):
+        measuring.check_same("a", seen(right, in_order=False), seen(right + 1, in_order=False))
 
 
 def test_photographs_may_differ_by_rounding_and_other_images_may_not() -> None:
     photo = np.full((2, *written.PHOTO, 3), 7, np.uint8)
     small = np.full((2, 32, 32, 3), 7, np.uint8)
-    measuring.check_same("a", lambda: iter([{"x": photo}]), lambda: iter([{"x": photo + 1}]), in_order=True)
+    measuring.check_same("a", [{"x": photo}], [{"x": photo + 1}])
     with pytest.raises(ValueError, match="a: ours delivers"):
-        measuring.check_same("a", lambda: iter([{"x": small}]), lambda: iter([{"x": small + 1}]), in_order=True)
+        measuring.check_same("a", [{"x": photo}], [{"x": photo + 3}])
+    with pytest.raises(ValueError, match="a: ours delivers"):
+        measuring.check_same("a", [{"x": small}], [{"x": small + 1}])
 
 
 def test_claims_name_what_they_were_made_without() -> None:
