@@ -4,6 +4,7 @@ Libraries that have no access at random read a file once, in its order, through 
 return batches instead.
 """
 
+import importlib
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -160,9 +161,8 @@ def zarr(path: Path, threads: int) -> Fetch:
 
 def array_record(path: Path, threads: int) -> Fetch:
     """array_record: many records in one call, as Grain asks for them."""
-    from array_record.python import array_record_module
-
-    reader: Any = array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0")
+    module: Any = importlib.import_module("array_record.python.array_record_module")
+    reader: Any = module.ArrayRecordReader(str(path), "readahead_buffer_size:0")
 
     def fetch(order: Order) -> Arrays:
         joined = np.frombuffer(b"".join(reader.read(order.tolist())), np.uint8)

@@ -1,5 +1,6 @@
 """Writes the same records in every format: rows of a table, small images, tokens, photographs."""
 
+import importlib
 import io
 import itertools
 import struct
@@ -94,7 +95,7 @@ def npy(path: Path, arrays: Arrays) -> None:
 
 def npz(path: Path, arrays: Arrays) -> None:
     """Writes images and labels, without compression."""
-    np.savez(path, **arrays)
+    np.savez(path, image=arrays["image"], label=arrays["label"])
 
 
 def hdf5(path: Path, arrays: Arrays) -> None:
@@ -143,9 +144,8 @@ def tfrecord(path: Path, arrays: Arrays) -> None:
 
 def array_record(path: Path, arrays: Arrays) -> None:
     """Writes the bytes of images, each a record of its own."""
-    from array_record.python import array_record_module
-
-    writer: Any = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    module: Any = importlib.import_module("array_record.python.array_record_module")
+    writer: Any = module.ArrayRecordWriter(str(path), "group_size:1")
     for image in arrays["image"]:
         writer.write(image.tobytes())
     writer.close()

@@ -13,7 +13,7 @@ from benchmarks.formats import measuring, written
 from benchmarks.formats.cases import BATCH, FORMATS, Format
 from benchmarks.harness import Report, absent
 
-QUICK = {"npy", "npz", "raw_tokens", "megatron"}
+QUICK = {"npz", "megatron"}
 
 
 def _report() -> Report:
