@@ -1,7 +1,7 @@
 """What samples share: which dtype a leaf gets, how rows of an array are copied into place under it, what is cut out."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,43 @@ VARYING: jax.ShapeDtypeStruct = jax.ShapeDtypeStruct((), np.dtype(object))
 In a window it is an object array `[n]` of `str`, `bytes` or NumPy arrays. Before a loader can load it, a transform has
 to make arrays of one shape of it: `tokenized`, `padded`, `packed`, `mapped`.
 """
+
+
+Integers = Literal["loaded", "stored"]
+"""Whether integers of 64 bits are given as they are loaded, mostly in 32 bits, or as they are stored."""
+
+
+@runtime_checkable
+class Widened(Protocol):
+    """A source, or what decodes its records, that has integers of 64 bits."""
+
+    def widened(self) -> Any:
+        """Returns the same samples with these integers as they are stored, for functions that run before a device."""
+        ...
+
+
+def widened(source: Any) -> Any:
+    """Returns a source with its integers of 64 bits as they are stored, where it can give them so; else itself."""
+    return source.widened() if isinstance(source, Widened) else source
+
+
+def refuse_cut(window: Any, made: Any) -> None:
+    """Raises `ValueError` where functions of JAX have made something of integers that its 32 bits do not hold.
+
+    **Arguments:** `window`: what a function was given, arrays or NumPy scalars. `made`: what it returned.
+    """
+    if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(made)):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(window):
+        if leaf.dtype.kind not in "iu" or not leaf.size:
+            continue
+        loaded = np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype))
+        if loaded != leaf.dtype and not _fits(leaf, loaded):
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} holds {leaf.dtype} that does not fit in {loaded}, to which "
+                "functions of JAX cut it; take it modulo a number by NumPy before, or keep 64 bits with "
+                "jax.config.update('jax_enable_x64', True)"
+            )
 
 
 def is_varying(spec: Any) -> bool:
@@ -124,7 +161,8 @@ def narrow(values: NDArray[Any], out: NDArray[Any], indices: Indices, *, where: 
             value = values[row][misfit[row]].flat[0]
             raise RecordError(
                 f"{where}, record {indices[row]}: leaf {leaf!r} holds {value} ({values.dtype}), which does not fit in "
-                f"{out.dtype}; store smaller values, or keep 64 bits with jax.config.update('jax_enable_x64', True)"
+                f"{out.dtype}; store smaller values, {smaller(values.dtype)}or keep 64 bits with "
+                "jax.config.update('jax_enable_x64', True)"
             )
     np.copyto(out, values, casting="same_kind")
 
@@ -138,6 +176,11 @@ def _fits(values: NDArray[Any], dtype: np.dtype[Any]) -> bool:
         limits = np.finfo(dtype)
         return bool(np.fmin.reduce(values, axis=None) >= limits.min and np.fmax.reduce(values, axis=None) <= limits.max)
     return False
+
+
+def smaller(dtype: np.dtype[Any]) -> str:
+    """Returns what an error says of integers that do not fit; nothing of other numbers."""
+    return "take them modulo a number in transform=, " if dtype.kind in "iu" else ""
 
 
 def listed(names: Sequence[str], *, limit: int = 8) -> str:

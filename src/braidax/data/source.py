@@ -29,6 +29,7 @@ from braidax.data.leaves import loader_dtype as loader_dtype
 from braidax.data.leaves import narrow as narrow
 from braidax.data.leaves import samples_of as samples_of
 from braidax.data.leaves import told_leaves as told_leaves
+from braidax.data.leaves import widened as widened
 from braidax.data.outages import is_outage as is_outage
 from braidax.data.outages import naming_records
 from braidax.data.sampling.permutation import Permutation
@@ -291,8 +292,17 @@ class WrappingSlices(Sliced):
         return cast(Sliced, self.source).cut_dims
 
 
+class WrappingIntegers:
+    """What a source hands on whose source inside may have integers of 64 bits."""
+
+    def widened(self) -> Any:
+        """Returns itself around the source inside with these integers as they are stored."""
+        inside: Any = self
+        return replace(inside, source=widened(inside.source))
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class ChosenRows(Wrapping):
+class ChosenRows(Wrapping, WrappingIntegers):
     """Some of the samples of the source inside, in another order.
 
     `places`: their indices in it or, with a `permutation`, their positions in that order of it. So neither a slice nor

@@ -16,7 +16,7 @@ import struct
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import google_crc32c
 import numpy as np
@@ -75,7 +75,34 @@ def _json_bytes() -> bytes:
 
 
 def _json_rows(stored: bytes) -> Samples:
-    return _columns([_or_none(json.loads, line) for line in _lines(stored) if line])
+    rows = [_or_none(json.loads, line) for line in _lines(stored) if line]
+    return _with_masks(_columns(rows), [not isinstance(row, dict) for row in rows])
+
+
+def _with_masks(samples: Samples, is_damaged: Sequence[bool]) -> Samples:
+    """Fills in what stands for a null, in columns that hold some, and says where; damaged records stay as they are."""
+    found = dict(samples)
+    for name, values in samples.items():
+        held = [value for value in values if not _lacks(value)]
+        nulls = [_lacks(value) and not damaged for value, damaged in zip(values, is_damaged, strict=True)]
+        if held and any(nulls):
+            filled = _filling(held)
+            found[name] = [filled if null else value for value, null in zip(values, nulls, strict=True)]
+            found[f"{name}.is_valid"] = [not null for null in nulls]
+    return found
+
+
+def _lacks(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and any(map(_lacks, cast("list[Any]", value))))
+
+
+def _filling(held: Sequence[Any]) -> Any:
+    first = held[0]
+    if isinstance(first, list):
+        return np.zeros_like(first).tolist() if len({np.shape(value) for value in held}) == 1 else []
+    if isinstance(first, str | bool):
+        return type(first)()
+    return np.nan if any(isinstance(value, float) for value in held) else 0
 
 
 def _csv_bytes() -> bytes:
@@ -94,7 +121,18 @@ def _csv_rows(stored: bytes) -> Samples:
     rows = [[value.replace("\ue000", "\r") for value in row] for row in rows]
     names = rows[0]
     found = [row if len(row) == len(names) else [None] * len(names) for row in rows[1:]]
-    return {name: [row[number] for row in found] for number, name in enumerate(names)}
+    columns = {name: [row[number] for row in found] for number, name in enumerate(names)}
+    typed = {name: numbers for name, values in columns.items() if (numbers := _numbers(values))}
+    return {**columns, **_with_masks(typed, [row[0] is None for row in found])}
+
+
+def _numbers(values: Sequence[str | None]) -> list[Any]:
+    """Returns a column with empty cells, whose others are all numbers, as these and None; else nothing."""
+    held = [value for value in values if value]
+    for number in (int, float):
+        if "" in values and held and all("_" not in value and _or_none(number, value) is not None for value in held):
+            return [number(value) if value else None for value in values]
+    return []
 
 
 def _concatenated(parts: Sequence[Samples]) -> Samples:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int64
 from numpy.typing import NDArray
 
-from braidax.data.source import Box, Indices, Sliced, Source, Wrapping, allocate, prepare_slices
+from braidax.data.source import Box, Indices, Sliced, Source, Wrapping, WrappingIntegers, allocate, prepare_slices
 from braidax.errors import ArgumentError
 
 
@@ -33,7 +33,7 @@ def select(source: Source, columns: str | Sequence[str]) -> Source:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Selected(Wrapping):
+class _Selected(Wrapping, WrappingIntegers):
     columns: tuple[str, ...]
 
     @property

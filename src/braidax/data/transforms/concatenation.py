@@ -18,6 +18,7 @@ from braidax.data.source import (
     prepare_slices,
     source_at,
     stamp_of,
+    widened,
 )
 from braidax.data.transforms.mixture import check_alike
 from braidax.errors import ArgumentError
@@ -56,6 +57,10 @@ class _Concatenation(Source):
         moved = [source_at(source, seed, epoch) for source in self.sources]
         same = all(one is other for one, other in zip(moved, self.sources, strict=True))
         return self if same else type(self)(moved)
+
+    def widened(self) -> Source:
+        """Returns the same of the sources with their integers of 64 bits as they are stored."""
+        return type(self)([widened(source) for source in self.sources])
 
     def read(self, indices: Indices, out: Any) -> None:
         leaves, structure = jax.tree.flatten(out)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.leaves import samples_of
+from braidax.data.leaves import refuse_cut, samples_of
 from braidax.data.sampling.draws import Draws
 from braidax.data.source import Source
 from braidax.data.transforms.mapped import mapped
@@ -20,7 +20,8 @@ def map(source: Source, function: Callable[..., Any]) -> Source:
     A function of whole windows is many times as fast, see `mapped`; one that holds the GIL long is worth
     `DataLoader(workers="processes")`.
 
-    **Arguments:** `function`: takes one sample, as `source[i]` returns it, and returns a PyTree of arrays, numbers,
+    **Arguments:** `function`: takes one sample, as `source[i]` returns it, but for integers of 64 bits in arrays,
+    tables and records, which come as they are stored, and returns a PyTree of arrays, numbers,
     `str` and `bytes`. Its result on sample 0 sets the shapes and dtypes: Python's numbers are loaded as 32-bit ones.
     `str`, `bytes` and leaves of varying size that it hands through vary in size. With a parameter named `rng` it gets a
     `numpy.random.Generator` whose numbers depend on seed, epoch and sample alone. Called from many threads at once.
@@ -65,6 +66,7 @@ def _samples(window: Any) -> list[Any]:
 
 def _stacked(window: Any, made: Sequence[Any]) -> Any:
     """Returns what was made of each sample as one window."""
+    refuse_cut(window, made)
     inner = [leaf for leaf in jax.tree.leaves(window) if leaf.dtype == object]
     varying = {id(value) for leaf in inner for value in leaf}
     structure = jax.tree.structure(made[0])

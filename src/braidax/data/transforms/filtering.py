@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.leaves import samples_of
+from braidax.data.leaves import refuse_cut, samples_of
 from braidax.data.source import (
     Indices,
     Source,
@@ -20,6 +20,7 @@ from braidax.data.source import (
     read_samples,
     source_at,
     stamp_of,
+    widened,
 )
 from braidax.data.storage.derived import Derived
 from braidax.data.storage.locks import NotKept
@@ -49,7 +50,7 @@ def filter(
     longer than a second. As long as data and predicate are the same, so are the samples kept, in every process and
     after any restart: so a cursor stands where it stood.
 
-    **Arguments:** `predicate`: with `by="sample"` it takes one sample, as `source[i]` returns it, and says whether to
+    **Arguments:** `predicate`: with `by="sample"` it takes one sample, as `map` gives it, and says whether to
     keep it; with `by="window"`, many times as fast, it takes a PyTree of arrays `[n, *sample_shape]` and returns bools
     `[n]`. Called from many threads at once. `columns`: the leaves that it is given; formats that keep leaves apart read
     only these. `name`: of the predicate: what is kept is then stored in the cache folder, bound to the files of the
@@ -66,7 +67,7 @@ def filter(
             f"source={source!r} has other samples in each epoch, so that no plan holds for all of them; filter the "
             "source first, then augment or mix what is left"
         )
-    seen = source if columns is None else select(source, columns)
+    seen = widened(source if columns is None else select(source, columns))
     keeps = _Keeps(seen, predicate, by)
     kept = _found(keeps) if name is None else _stored(keeps, source, name)
     if not len(kept):
@@ -98,7 +99,9 @@ class _Keeps:
 
     def _of_sample(self, sample: Any, record: int) -> bool:
         try:
-            answer = np.asarray(self._predicate(sample))
+            said = self._predicate(sample)
+            refuse_cut(sample, said)
+            answer = np.asarray(said)
             if answer.shape == ():
                 return bool(answer)
         except Exception as error:
@@ -110,7 +113,9 @@ class _Keeps:
 
     def _of_window(self, window: Any, indices: Indices) -> NDArray[np.bool_]:
         try:
-            answer = np.asarray(self._predicate(window))
+            said = self._predicate(window)
+            refuse_cut(window, said)
+            answer = np.asarray(said)
         except Exception as error:
             raise self._raised(error, f"records {indices[0]} to {indices[-1]}") from error
         if answer.dtype != np.bool_ or answer.shape != indices.shape:

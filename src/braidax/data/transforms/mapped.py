@@ -10,9 +10,18 @@ import numpy as np
 from jaxtyping import Int64
 from numpy.typing import NDArray
 
+from braidax.data.leaves import refuse_cut
 from braidax.data.sampling.draws import Draws
-from braidax.data.source import VARYING, Source, allocate, is_varying, loader_dtype, narrow
-from braidax.data.transforms.wrapping import Drawing, Scratch, Wrapping, check_size, image_spec, place_of
+from braidax.data.source import VARYING, Source, allocate, is_varying, loader_dtype, narrow, widened
+from braidax.data.transforms.wrapping import (
+    Drawing,
+    Scratch,
+    Wrapping,
+    WrappingIntegers,
+    check_size,
+    image_spec,
+    place_of,
+)
 from braidax.errors import ArgumentError, RecordError
 from braidax.spans import span
 
@@ -72,7 +81,9 @@ def mapped(source: Source, transform: Callable[..., Any]) -> Source:
     **Arguments:** `transform`: takes a PyTree of NumPy arrays `[n, *sample_shape]` (`n` varies from call to call) and
     returns another with the same `n`; the result for a sample must not depend on its neighbors in the window. Called
     from many threads at once. Its result on sample 0 sets the shapes and dtypes; NumPy's 64-bit defaults are loaded as
-    32-bit ones, unless `jax_enable_x64` is set. An object array `[n]` is a leaf whose size varies.
+    32-bit ones, unless `jax_enable_x64` is set. An object array `[n]` is a leaf whose size varies. Integers of 64 bits
+    in arrays, tables and records come as they are stored, so that hashed ids can be taken modulo a number here, by
+    NumPy: functions of JAX would cut them.
 
     With a parameter named `rng` it gets random numbers too: `rng.random(shape)`, `rng.uniform(low, high, shape)`,
     `rng.integers(low, high, shape)` and `rng.normal(shape)` return arrays `[n, *shape]` whose rows depend on seed,
@@ -84,6 +95,7 @@ def mapped(source: Source, transform: Callable[..., Any]) -> Source:
         raise ArgumentError(
             "source has no samples, so the result of transform cannot be known; give a source that has some"
         )
+    source = widened(source)
     indices, window = np.zeros(1, np.int64), allocate(source.sample_spec, 1)
     source.read(indices, window)
     place = place_of(source, "map")
@@ -103,7 +115,7 @@ def mapped(source: Source, transform: Callable[..., Any]) -> Source:
 
 
 @dataclass(frozen=True, eq=False)
-class _Remade(Wrapping):
+class _Remade(Wrapping, WrappingIntegers):
     """A source one of whose leaves is made from the original by `remake(original, out)`, on whole windows."""
 
     leaf: str
@@ -126,8 +138,16 @@ class _Remade(Wrapping):
         return {**self.source.describe(), **self.facts}
 
 
+class _Anew:
+    """Samples that a function has made: what their numbers mean, it alone knows."""
+
+    @property
+    def class_names(self) -> Mapping[str, Sequence[str]]:
+        return {}
+
+
 @dataclass(frozen=True, eq=False)
-class _Mapped(Wrapping):
+class _Mapped(Wrapping, _Anew):
     transform: Callable[..., Any]
     spec: Any
 
@@ -143,7 +163,7 @@ class _Mapped(Wrapping):
 
 
 @dataclass(frozen=True, eq=False)
-class _MappedAtRandom(Drawing):
+class _MappedAtRandom(Drawing, _Anew):
     transform: Callable[..., Any] = field(kw_only=True)
     spec: Any = field(kw_only=True)
 
@@ -197,7 +217,9 @@ def _draws(transform: Callable[..., Any]) -> bool:
 
 
 def _call(transform: Callable[..., Any], window: Any, rng: Draws | None) -> Any:
-    return transform(window) if rng is None else transform(window, rng=rng)
+    made = transform(window) if rng is None else transform(window, rng=rng)
+    refuse_cut(window, made)
+    return made
 
 
 def _apply(transform: Callable[..., Any], window: Any, indices: Any, rng: Draws | None) -> Any:

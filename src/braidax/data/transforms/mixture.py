@@ -5,6 +5,7 @@ Tijdeman, "The chairman assignment problem" (Discrete Mathematics 32, 1980): in 
 `1 - 1 / (2K - 2)` samples from its share, for K sources.
 """
 
+import copy
 import functools
 import heapq
 import math
@@ -17,7 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.sampling.permutation import Permutation
-from braidax.data.source import Indices, Source, allocate, check_indices, prepare, source_at, stamp_of, told_leaves
+from braidax.data.source import (
+    Indices,
+    Source,
+    allocate,
+    check_indices,
+    prepare,
+    source_at,
+    stamp_of,
+    told_leaves,
+    widened,
+)
 from braidax.errors import ArgumentError
 
 _EXACT_PERIOD = 1 << 20  # the longest period of a schedule
@@ -119,6 +130,12 @@ class _Mixture(Source):
         moved = _Mixture(self.sources, self._names, self._schedule, self._length, self._seed)
         moved._place = (seed, epoch)
         return moved
+
+    def widened(self) -> Source:
+        """Returns the same of the sources with their integers of 64 bits as they are stored."""
+        found = copy.copy(self)
+        found.sources = [widened(source) for source in self.sources]
+        return found
 
     def read(self, indices: Indices, out: Any) -> None:
         check_indices(indices, self._length, where=f"mixture of {', '.join(self._names)}")

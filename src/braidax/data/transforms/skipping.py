@@ -25,6 +25,7 @@ from braidax.data.source import (
     read_samples,
     source_at,
     stamp_of,
+    widened,
 )
 from braidax.errors import ArgumentError, FormatError, RecordError, WaitTimeout
 from braidax.spans import span
@@ -109,6 +110,10 @@ class _Skipping(Source):
                 for _ in range(np.count_nonzero(chosen != indices[start:stop])):
                     with span("skip", "bad record"):
                         pass
+
+    def widened(self) -> Source:
+        """Returns the same of the source with its integers of 64 bits as they are stored."""
+        return _Skipping(widened(self.source), self._ledger, self._epoch)
 
     def at(self, seed: int | None, epoch: int) -> Source:
         """Returns the source as it is in an epoch; what is bad in one epoch need not be so in another."""

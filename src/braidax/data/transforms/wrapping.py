@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from braidax.data.source import Source, source_at
 from braidax.data.source import Wrapping as Wrapping
+from braidax.data.source import WrappingIntegers as WrappingIntegers
 from braidax.data.source import WrappingSlices as WrappingSlices
 from braidax.errors import ArgumentError
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import braidax.data as sources
 import braidax.data.formats.records.csv as records_csv
 import braidax.data.formats.records.csv_windows as csv_windows
 import braidax.data.formats.records.fields as fields
@@ -110,6 +111,7 @@ def test_columns_are_chosen_and_declared(tmp_path: Path) -> None:
         ("x,0", "column 'a' holds 'x', expected int32 as in the records that were looked at first"),
         ("1.5,0", "column 'a' holds '1.5', expected int32"),
         (",0", "column 'a' holds '', expected int32"),
+        (",0", "mend the record, ask for 'a.is_valid' in columns= too, leave the column out"),
         ("1_0,0", "column 'a' holds '1_0', expected int32"),
         ("1,1_0", "column 'b' holds '1_0', expected float32"),
         ("3000000000,0", "field 'a' holds 3000000000, which does not fit in int32"),
@@ -175,6 +177,48 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(csv_windows, "parsed_at_once", parsed_at_once)
     return told
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_mask_lies_beside_a_column_with_empty_cells(tmp_path: Path, at_once: list[bool], quick: bool) -> None:
+    content = "n,x,flag,text,all\n1,0.5,true,,7\n,,,b,8\n9223372036854775807,,0,,9\n4,2,1,d,1\n"
+    odd = "" if quick else "٣,1,1,e,2\n"  # digits that pyarrow does not know
+    columns = {"n": None, "x": None, "flag": bool, "text": None, "all": None}
+    source = opened(tmp_path, content + odd, columns=columns)
+    names = ["n", "n.is_valid", "x", "x.is_valid", "flag", "flag.is_valid", "text", "all"]
+    assert list(source.sample_spec) == names
+    wide = sources.mapped(source, lambda window: {name: window[name] for name in names} | {"n": window["n"] % 1000})
+    window = read(wide, [3, 1, 2, 0, *range(4, len(source))])
+    for name, valid in {"n": [1, 0, 1, 1], "x": [1, 0, 0, 1], "flag": [1, 0, 1, 1]}.items():
+        assert window[f"{name}.is_valid"].tolist()[:4] == [bool(value) for value in valid]
+    assert window["n"].tolist()[:4] == [4, 0, 807, 1]
+    np.testing.assert_array_equal(window["x"][:4], np.array([2, np.nan, np.nan, 0.5], np.float32))
+    assert window["flag"].tolist()[:4] == [True, False, False, True]
+    assert window["text"].tolist()[:4] == ["d", "b", "", ""]
+    assert window["all"].tolist()[:4] == [1, 8, 9, 7]
+    assert at_once[-1] is quick
+
+
+def test_a_mask_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: list[bool]) -> None:
+    monkeypatch.setattr(fields, "NUM_SAMPLED", 2)
+    content = "n,text\n1,a\n,b\n3,\n"
+    source = opened(tmp_path, content, columns=["n.is_valid", "n"])
+    assert read(source)["n"].tolist() == [1, 0, 3]
+    assert read(source)["n.is_valid"].tolist() == [True, False, True]
+    assert at_once == [True, True]
+    alone = opened(tmp_path, content, columns=["n.is_valid"])
+    assert read(alone)["n.is_valid"].tolist() == [True, False, True]
+    beside = opened(tmp_path, "n,m\n,1\n2,\n3,4\n")  # only the first one has a mask
+    assert list(beside.sample_spec) == ["n", "n.is_valid", "m"]
+    with pytest.raises(RecordError, match=r"record 1 .*column 'm' holds '', .*ask for 'm\.is_valid'"):
+        read(beside)
+    as_text = opened(tmp_path, "n,text\n1,a\n,b\n", columns={"n": str})
+    assert list(as_text.sample_spec) == ["n"]
+    assert read(as_text)["n"].tolist() == ["1", ""]
+    with pytest.raises(RecordError, match=r"column 'n' holds '', .*ask for 'n\.is_valid' in columns= too"):
+        read(opened(tmp_path, content, columns=["n"]))
+    with pytest.raises(ArgumentError, match=r"'text' of .* is text, of which an empty cell is a value; expected masks"):
+        opened(tmp_path, content, columns=["text", "text.is_valid"])
 
 
 def test_many_records_are_parsed_at_once(tmp_path: Path, at_once: list[bool]) -> None:

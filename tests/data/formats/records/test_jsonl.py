@@ -114,20 +114,83 @@ def test_a_record_unlike_the_others_is_named(
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        (({"a": 1}, {}), "field 'a' is null or missing in 1 of 2 records looked at"),
-        (({"a": 1, "ok": 2}, {"a": None, "ok": 2}), "read the others with columns=['ok']"),
+        (({"a": None}, {}), "field 'a' is null or missing in 2 of 2 records looked at"),
+        (({"a": {}, "ok": 2}, {"a": None, "ok": None}), "read the others with columns=['ok']"),
+        (({"a": None, "a.is_valid": 1}, {"a": 1, "a.is_valid": 1}), "has the name of another field: rename that one"),
         (({"a": {"b": 1}},), "field 'a' holds objects"),
         (({"a": ["x"]},), "field 'a' holds values of several types, or lists of something else than numbers"),
         (({"a": [[1], [1, 2]]},), "field 'a' holds lists of lists of different lengths"),
         (({"a": 1}, {"a": "x"}), "field 'a' holds objects, or text in some records only"),
         (({"a": 1}, {"a": [1]}), "field 'a' holds values of several types"),
         (({"a": 1}, {"a": True}), "field 'a' holds values of several types"),
+        (({"a": 1}, {'b"': 1, "a": 2}), "has a quote, a backslash or a control character in its name; expected names"),
+        (({"b\\": 1, "a": 2},), "read the others with columns=['a']"),
     ],
 )
 def test_fields_that_cannot_be_leaves(tmp_path: Path, records: tuple[Any, ...], message: str) -> None:
     with pytest.raises(FormatError) as caught:
         opened(tmp_path, *records)
     assert message in str(caught.value)
+
+
+def test_a_mask_lies_beside_a_field_that_lacks_values(tmp_path: Path) -> None:
+    full = {"n": 3, "x": 0.5, "flag": True, "text": "a", "pair": [1, 2], "ids": [1], "grid": [[1], [2, 3]], "all": 1}
+    other = {"n": 4, "x": 1.5, "flag": True, "text": "", "pair": [3, 4], "ids": [2, 3], "all": 2}
+    nulls: dict[str, Any] = dict.fromkeys(full)
+    inside = {"pair": [5, None], "ids": [None], "all": 3}
+    source = opened(
+        tmp_path, full, nulls | {"all": 0}, inside, other, columns=[name for name in full if name != "grid"]
+    )
+    assert list(source.sample_spec) == [
+        *(part for name in ("n", "x", "flag", "text", "pair", "ids") for part in (name, f"{name}.is_valid")),
+        "all",
+    ]
+    for again in (source, pickle.loads(pickle.dumps(source))):
+        window = read(again, [3, 1, 2, 0])
+        for name in ("n", "x", "flag", "text", "pair", "ids"):
+            assert window[f"{name}.is_valid"].tolist() == [True, False, False, True]
+        assert window["n"].tolist() == [4, 0, 0, 3]
+        assert window["n"].dtype == np.int32
+        np.testing.assert_array_equal(window["x"], [1.5, np.nan, np.nan, 0.5])
+        assert window["flag"].tolist() == [True, False, False, True]
+        assert window["text"].tolist() == ["", "", "", "a"]
+        assert window["pair"].tolist() == [[3, 4], [0, 0], [0, 0], [1, 2]]
+        assert [(ids.tolist(), ids.dtype.name) for ids in window["ids"]] == [
+            ([2, 3], "int32"),
+            ([], "int32"),
+            ([], "int32"),
+            ([1], "int32"),
+        ]
+        assert window["all"].tolist() == [2, 0, 3, 1]
+
+
+def test_a_mask_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = ({"n": 1, "t": "x"}, {"n": None, "t": "y"}, {"t": "z"}, {"n": 4, "t": "z"})
+    monkeypatch.setattr(fields, "NUM_SAMPLED", 2)  # the first and the last, which lack nothing
+    source = opened(tmp_path, *records, columns=["n.is_valid", "n"])
+    assert list(source.sample_spec) == ["n.is_valid", "n"]
+    assert read(source)["n"].tolist() == [1, 0, 0, 4]
+    assert read(source)["n.is_valid"].tolist() == [True, False, False, True]
+    alone = opened(tmp_path, *records, columns=["n.is_valid"])
+    assert list(alone.sample_spec) == ["n.is_valid"]
+    assert read(alone)["n.is_valid"].tolist() == [True, False, False, True]
+    declared = opened(tmp_path, *records, columns={"n": "float32", "n.is_valid": None})
+    np.testing.assert_array_equal(read(declared)["n"], np.array([1, np.nan, np.nan, 4], np.float32))
+    source = opened(tmp_path, *records, '{"n": 1.5, "t": ""}', *records, columns=["n.is_valid", "n"])
+    with pytest.raises(RecordError, match=r"record 4 \(at byte \d+\): .*Expected `int \| null`, got `float`"):
+        read(source)
+
+
+@pytest.mark.parametrize("later", ['{"n": null, "p": [1]}', '{"p": [1]}', '{"n": 1, "p": [null]}'])
+def test_a_null_behind_the_records_looked_at_says_what_to_ask_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    monkeypatch.setattr(fields, "NUM_SAMPLED", 2)
+    source = opened(tmp_path, {"n": 1, "p": [1]}, later, {"n": 1, "p": [1]})
+    name = "p" if "[null]" in later else "n"
+    message = rf"record 1 .*; where '{name}' may be null or missing, ask for '{name}\.is_valid' in columns= too"
+    with pytest.raises(RecordError, match=message):
+        read(source)
 
 
 def test_columns_that_are_not_there(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from braidax.data.formats.records.records import RecordSource
 from braidax.data.formats.records.tfrecord import has_tfrecord_header, open_tfrecord
 from braidax.data.source import VARYING
 from braidax.data.storage import LocalFiles
+from braidax.data.transforms.mapped import mapped
 from braidax.errors import FormatError, RecordError
 from tests.data.formats.reading import read
 from tests.data.formats.records.test_example import example
@@ -32,6 +33,18 @@ def write(path: Path, records: list[bytes]) -> Path:
 def opened(folder: Path, *records: dict[str, Any] | bytes, **options: Any) -> RecordSource:
     data = [record if isinstance(record, bytes) else example(record) for record in records]
     return open_tfrecord(LocalFiles([write(folder / "a.tfrecord", data)]), **options)
+
+
+def test_a_transform_sees_all_64_bits(tmp_path: Path) -> None:
+    source = opened(tmp_path, {"id": [2**62 + 5], "bag": [2**40, 1]}, {"id": [-1], "bag": [7]})
+    with pytest.raises(RecordError, match="does not fit in int32; store smaller values, take them modulo a number in"):
+        read(source)
+
+    def cut(window: Any) -> Any:
+        return {"id": window["id"] % 1000, "top": np.array([bag.max() for bag in window["bag"]]) >> 32}
+
+    made = mapped(source, cut)
+    assert {name: array.tolist() for name, array in read(made).items()} == {"id": [909, 999], "top": [256, 0]}
 
 
 def test_features_of_every_kind(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Arrays that lie row by row in memory, or in a file that is mapped."""
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.formats.arrays.record_layout import RecordLayout, read_boxes
+from braidax.data.leaves import Integers
 from braidax.data.source import Box, Indices, Sliced, Source, check_indices, gather, loader_dtype
 from braidax.data.storage.files import stamp_of_files
 from braidax.data.storage.mapped import Mapped, gather_held
@@ -21,14 +23,23 @@ class ArraySource(Source, Sliced):
 
     **Arguments:** `leaves`: name → `[num_samples, *sample_shape]`. `where`: the file or object, for errors. `facts`:
     what `describe` shows besides the samples and the sizes. `mapped`: the file that leaves are views of, if any.
+    `classes`: of leaves of class numbers, the name of each, from 0 on.
 
     **Raises:** `FormatError` for leaves without a dim of samples, of different lengths, empty, or of no JAX dtype.
     """
 
     def __init__(
-        self, leaves: Mapping[str, NDArray[Any]], *, where: str, facts: Mapping[str, str], mapped: Mapped | None = None
+        self,
+        leaves: Mapping[str, NDArray[Any]],
+        *,
+        where: str,
+        facts: Mapping[str, str],
+        mapped: Mapped | None = None,
+        classes: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self._leaves = dict(leaves)
+        self._classes = dict(classes or {})
+        self._integers: Integers = "loaded"
         self._mapped = mapped
         self._places = {name: mapped.place_of(array) if mapped else None for name, array in self._leaves.items()}
         self._where = where
@@ -56,6 +67,23 @@ class ArraySource(Source, Sliced):
     def sample_spec(self) -> Any:
         """A dict of `jax.ShapeDtypeStruct`, one per leaf."""
         return dict(self._spec)
+
+    @property
+    def class_names(self) -> Mapping[str, Sequence[str]]:
+        """Of leaves of class numbers, the name of each, from 0 on, where the format has them."""
+        return self._classes
+
+    def widened(self) -> "ArraySource":
+        """Returns the same with integers of 64 bits as they are stored."""
+        found = copy.copy(self)
+        found._integers = "stored"
+        found._spec = {
+            name: jax.ShapeDtypeStruct(spec.shape, self._leaves[name].dtype.newbyteorder("="))
+            if self._leaves[name].dtype.kind in "iu"
+            else spec
+            for name, spec in self._spec.items()
+        }
+        return found
 
     def __len__(self) -> int:
         return self._num_samples
@@ -113,14 +141,14 @@ class ArraySource(Source, Sliced):
 
     def __reduce__(self) -> tuple[Callable[..., "ArraySource"], tuple[Any, ...]]:
         if self._mapped is None:
-            return _source_again, (self._leaves, {}, self._where, self._facts, None)
+            return _source_again, (self._leaves, {}, self._where, self._facts, None, self._classes, self._integers)
         kept = {name: array for name, array in self._leaves.items() if self._places[name] is None}
         views = {
             name: (int(place - self._mapped.origins[0]), array.dtype, array.shape, array.strides)
             for name, array in self._leaves.items()
             if (place := self._places[name]) is not None
         }
-        return _source_again, (kept, views, self._where, self._facts, self._mapped)
+        return _source_again, (kept, views, self._where, self._facts, self._mapped, self._classes, self._integers)
 
     def _is_gathered(self, name: str, box: Box) -> bool:
         """Says whether NumPy takes the rows of a leaf; parts of them are found by their bytes where they can be."""
@@ -129,11 +157,11 @@ class ArraySource(Source, Sliced):
     def _read_box(self, name: str, indices: Indices, box: Box, target: NDArray[Any]) -> None:
         array, place, layout = self._leaves[name], self._places[name], self._layouts[name]
         if self._mapped is None or place is None:
-            copy, first = functools.partial(gather_held, array.reshape(-1).view(np.uint8)), 0
+            take, first = functools.partial(gather_held, array.reshape(-1).view(np.uint8)), 0
         else:
-            copy, first = self._mapped.gather, place
+            take, first = self._mapped.gather, place
         starts = first + indices * layout.num_bytes
-        read_boxes(copy, starts, box, target, layout=layout, records=indices, where=self._where, leaf=name)
+        read_boxes(take, starts, box, target, layout=layout, records=indices, where=self._where, leaf=name)
 
     def _reading(self, names: Sequence[str], indices: Indices) -> AbstractContextManager[None]:
         if self._mapped is None or not names:
@@ -158,13 +186,16 @@ def _source_again(
     where: str,
     facts: Mapping[str, str],
     mapped: Mapped | None,
+    classes: Mapping[str, Sequence[str]],
+    integers: Integers,
 ) -> ArraySource:
     """Makes a source in another process: what is mapped is not copied there, but mapped again."""
     leaves = dict(kept)
     for name, (offset, dtype, shape, strides) in views.items():
         assert mapped is not None
         leaves[name] = np.ndarray(shape, dtype, mapped.array(0), offset, strides)
-    return ArraySource(leaves, where=where, facts=facts, mapped=mapped)
+    found = ArraySource(leaves, where=where, facts=facts, mapped=mapped, classes=classes)
+    return found if integers == "loaded" else found.widened()
 
 
 def from_arrays(arrays: Mapping[str, Any]) -> ArraySource:

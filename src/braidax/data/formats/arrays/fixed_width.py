@@ -1,5 +1,6 @@
 """Records of one width, whose places are computed: npy and raw tokens, in files or in an object store."""
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from braidax.data.formats.arrays.arrays import ArraySource
 from braidax.data.formats.arrays.npy import HEAD_BYTES, npy_layout
 from braidax.data.formats.arrays.record_layout import RecordLayout, read_boxes
+from braidax.data.leaves import Integers
 from braidax.data.source import Box, Indices, Sliced, Source, check_indices, listed, loader_dtype
 from braidax.data.storage.files import Files, Ranges, stamp_of_files
 from braidax.data.storage.inflate import Inflated
@@ -68,9 +70,19 @@ class FixedSource(Source, Sliced):
             raise FormatError(f"{self._where}: holds 0 samples; expected at least one")
         self._spec = jax.ShapeDtypeStruct(shape, loader_dtype(dtype, where=files.names[0], leaf=leaf))
 
+        self._integers: Integers = "loaded"
+
     def __reduce__(self) -> tuple[Any, ...]:
         given = {"leaf": self._leaf, **self._layout._asdict(), "facts": self._facts}
-        return functools.partial(FixedSource, **given), (self._files, self._runs)
+        return functools.partial(_source_again, **given), (self._files, self._runs, self._integers)
+
+    def widened(self) -> "FixedSource":
+        """Returns the same with integers of 64 bits as they are stored."""
+        found = copy.copy(self)
+        found._integers = "stored"
+        if self._layout.dtype.kind in "iu":
+            found._spec = jax.ShapeDtypeStruct(self._spec.shape, self._layout.dtype.newbyteorder("="))
+        return found
 
     @property
     def sample_spec(self) -> Any:
@@ -135,6 +147,12 @@ class FixedSource(Source, Sliced):
     def _places(self, indices: Indices) -> Indices:
         file = np.searchsorted(self._starts, indices, side="right") - 1
         return self._origins[file] + (indices - self._starts[file]) * self._layout.num_bytes
+
+
+def _source_again(files: Files, runs: Sequence[Run], integers: Integers, **given: Any) -> FixedSource:
+    """Makes a source in another process."""
+    found = FixedSource(files, runs, **given)
+    return found if integers == "loaded" else found.widened()
 
 
 def open_npy_files(files: Files) -> FixedSource:

@@ -1,17 +1,18 @@
 """CSV and TSV: a header, then a record a line, or several lines where quotes hold newlines."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.formats.records.fields import Columns, Field, fields_of, readable, sampled_indices
+from braidax.data.formats.records.fields import Columns, Field, Parsed, fields_of, readable, sampled_indices
 from braidax.data.formats.records.index import Chunk, RecordIndex
 from braidax.data.formats.records.lines import BOM, between, chunks, decoded, first_byte
 from braidax.data.formats.records.records import Decoder, RecordSource
+from braidax.data.formats.tables.columns import VALID
 from braidax.data.source import Indices
 from braidax.data.storage.files import Bytes, Files
 from braidax.errors import ArgumentError, FormatError, RecordError
@@ -26,8 +27,10 @@ def open_csv(
 ) -> RecordSource:
     """Opens CSV or TSV files (RFC 4180): each begins with the same header; empty lines are no records.
 
-    Columns of whole numbers are int32, of other numbers float32, all others text of varying size. In CSV a field in
-    double quotes may hold delimiters, newlines and, doubled, quotes. In TSV a quote is a letter as any other.
+    Columns of whole numbers are int32, of other numbers float32, all others text of varying size. An empty cell among
+    numbers is null: where the records that are looked at hold one, a mask lies beside the column, `NAME.is_valid`. In
+    CSV a field in double quotes may hold delimiters, newlines and, doubled, quotes. In TSV a quote is a letter as any
+    other.
 
     **Arguments:** `files`: UTF-8. `columns`: to read, in order, or what each of them holds; see `Columns`. `delimiter`:
     one character; by default a tab for names that end in `.tsv`, else a comma. `cache`: as `RecordIndex.build`.
@@ -56,10 +59,29 @@ def open_csv(
         return style.split(payloads[row], len(names), lambda: where)
 
     rows = readable(read, range(len(payloads)))
-    sampled = {name: _parsed(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
-    fields = fields_of(sampled, columns, where=files.names[0])
+    declared = dict(columns) if isinstance(columns, Mapping) else {}
+    sampled: dict[str, list[Any]] = {}
+    for name, values in zip(names, zip(*rows, strict=True), strict=True):
+        kind = _kind(declared.get(name))
+        found = list(values) if kind == "text" else _parsed(values)
+        sampled[name] = [None if value == "" else value for value in found] if kind == "numbers" else found
+    fields = fields_of(sampled, columns, where=files.names[0], nulls="masked")
+    masks = [field.mask_of for field in fields if field.mask_of and _kind(declared.get(field.mask_of)) != "numbers"]
+    if texts := [name for name in masks if any(isinstance(value, str) for value in sampled[name])]:
+        raise ArgumentError(
+            f"columns={columns!r}: {texts[0]!r} of {files.names[0]} is text, of which an empty cell is a value; "
+            f"expected masks of numbers alone: leave {texts[0] + VALID!r} out"
+        )
     facts = {"format": "TSV" if delimiter == "\t" else "CSV"}
     return RecordSource(files, index, _Rows(fields, names, style), facts)
+
+
+def _kind(declaration: Any) -> Literal["numbers", "text", "not told"]:
+    """Returns what a column is declared to hold; what is no declaration, `fields_of` refuses."""
+    if declaration is None:
+        return "not told"
+    dtype = getattr(declaration, "dtype", declaration)
+    return "text" if dtype is str or getattr(dtype, "kind", "") in ("U", "O") else "numbers"
 
 
 class _Style:
@@ -112,34 +134,58 @@ class _Rows(Decoder):
 
     def __init__(self, fields: Sequence[Field], names: Sequence[str], style: _Style) -> None:
         self._fields = list(fields)
-        self._columns = [names.index(field.name) for field in fields]
+        self._columns = [names.index(field.mask_of or field.name) for field in fields]
+        values = [field for field in fields if not field.mask_of]
+        self._has_all = {field.mask_of for field in fields} <= {"", *(field.name for field in values)}
         self._names = list(names)
         self._num_fields = len(names)
         self._style = style
         self._num_misses = 0
+
+    def widened(self) -> "_Rows":
+        """Returns the same with integers of 64 bits as they are stored."""
+        return _Rows([field.widened() for field in self._fields], self._names, self._style)
 
     @property
     def sample_spec(self) -> Any:
         return {field.name: field.spec for field in self._fields}
 
     def decode(self, payloads: Sequence[Bytes], indices: Indices, out: Any, where: Callable[[int], str]) -> None:
-        if len(payloads) >= _AT_ONCE and self._num_misses < _MOST_MISSES:
+        if len(payloads) >= _AT_ONCE and self._num_misses < _MOST_MISSES and self._has_all:
             from braidax.data.formats.records.csv_windows import parsed_at_once  # not with `import braidax`
 
-            style = self._style
-            found = parsed_at_once(payloads, self._fields, self._names, style.delimiter, style.quotes)
-            if found is not None:
-                for field, values in zip(self._fields, found, strict=True):
-                    field.store(values, out[field.name], where)
+            style, held = self._style, [field for field in self._fields if not field.mask_of]
+            parsed = parsed_at_once(payloads, held, self._names, style.delimiter, style.quotes)
+            if parsed is not None:
+                self._store(dict(zip([field.name for field in held], parsed, strict=True)), out, where)
                 return
             self._num_misses += 1
         rows = [
             self._style.split(payload, self._num_fields, lambda row=row: where(row))
             for row, payload in enumerate(payloads)
         ]
+        found: dict[str, Parsed] = {}
         for field, column in zip(self._fields, self._columns, strict=True):
             values: list[Any] = [row[column] for row in rows]
-            field.store(_numbers(values, field, where) if field.is_numeric else values, out[field.name], where)
+            is_valid = np.ones(len(values), np.bool_)
+            if field.mask_of or field.nulls == "masked":
+                is_valid = np.array([value != "" for value in values])
+                values = [value or "0" for value in values]  # which nobody looks at
+            if field.is_numeric and not field.mask_of:
+                values = _numbers(values, field, where)
+            if not field.mask_of or field.mask_of not in found:
+                found[field.mask_of or field.name] = Parsed(values, is_valid)
+        self._store(found, out, where)
+
+    def _store(self, found: Mapping[str, Parsed], out: Any, where: Callable[[int], str]) -> None:
+        for field in self._fields:
+            values, is_valid = found[field.mask_of or field.name]
+            if field.mask_of:
+                out[field.name][:] = is_valid
+            elif field.nulls == "masked":
+                field.store_valid(values, is_valid, out[field.name], where)
+            else:
+                field.store(values, out[field.name], where)
 
 
 def _numbers(values: list[str], field: Field, where: Callable[[int], str]) -> list[Any]:
@@ -148,9 +194,10 @@ def _numbers(values: list[str], field: Field, where: Callable[[int], str]) -> li
         return [number(value) for value in values]
     except ValueError as error:
         row = next(row for row, value in enumerate(values) if not _is(number, value))
+        ask = "" if values[row] else f"ask for {field.name + VALID!r} in columns= too, "
         raise RecordError(
             f"{where(row)}: column {field.name!r} holds {values[row]!r}, expected {field.dtype} as in the records that "
-            f"were looked at first; mend the record, leave the column out, or read it as text with "
+            f"were looked at first; mend the record, {ask}leave the column out, or read it as text with "
             f"columns={{{field.name!r}: str, …}}"
         ) from error
 
@@ -183,11 +230,11 @@ def _is(number: Callable[[str], Any], text: str) -> bool:
 
 
 def _parsed(values: Sequence[str]) -> list[Any]:
-    """Returns a column's values as the numbers that they are, all of them; else as text. Empty ones do not count."""
+    """Returns a column's values as the numbers that they are, None for empty ones; else all as text."""
     filled = [value for value in values if value]
     for number in (_int, _float):
         if filled and all(_is(number, value) for value in filled):
-            return [number(value) for value in filled]
+            return [number(value) if value else None for value in values]
     return list(values)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from braidax.data.formats.records.fields import Field
+from braidax.data.formats.records.fields import Field, Parsed
 from braidax.data.storage.files import Bytes
 from braidax.errors import MissingExtra
 from braidax.extras import import_pyarrow, import_pyarrow_csv
@@ -16,14 +16,14 @@ _HEX = (b"0x", b"0X")  # which pyarrow takes for integers, and Python does not
 
 def parsed_at_once(
     payloads: Sequence[Bytes], fields: Sequence[Field], names: Sequence[str], delimiter: str, quotes: bool
-) -> list[Any] | None:
+) -> list[Parsed] | None:
     """Parses records that are no empty lines.
 
     **Arguments:** `payloads`: the bytes of each. `fields`: to read. `names`: of all columns. `delimiter`. `quotes`:
     whether fields may be quoted.
 
-    **Returns:** the values of each field, as `Field.store` takes them; None where pyarrow is not there, or where a
-    record needs a closer look: it may be wrong, or right in a way that pyarrow does not know.
+    **Returns:** the values of each field, as `Field.store` takes them, and which are no empty cells; None where pyarrow
+    is not there, or where a record needs a closer look: it may be wrong, or right in a way that pyarrow does not know.
     """
     data = b"\n".join([*payloads, b""])
     is_integer = any(field.is_numeric and field.wide.kind in "iu" for field in fields)
@@ -51,7 +51,7 @@ def parsed_at_once(
                 check_utf8=False,
                 column_types=kinds,
                 include_columns=list(kinds),
-                null_values=[],
+                null_values=[""] if any(field.nulls == "masked" for field in fields) else [],
                 strings_can_be_null=False,
                 true_values=_WORDS["true"],
                 false_values=_WORDS["false"],
@@ -62,7 +62,13 @@ def parsed_at_once(
     if table.num_rows != len(payloads):
         return None
     columns = [table.column(field.name) for field in fields]
-    return [
-        np.asarray(column.to_numpy()) if field.is_numeric else column.to_pylist()
-        for field, column in zip(fields, columns, strict=True)
-    ]
+    if any(column.null_count for field, column in zip(fields, columns, strict=True) if field.nulls != "masked"):
+        return None
+    return [_values(field, column) for field, column in zip(fields, columns, strict=True)]
+
+
+def _values(field: Field, column: Any) -> Parsed:
+    if not field.is_numeric:
+        return Parsed(column.to_pylist(), np.ones(len(column), np.bool_))
+    filled = column.fill_null(False if field.wide.kind == "b" else 0) if column.null_count else column
+    return Parsed(np.asarray(filled.to_numpy()), np.asarray(column.is_valid().to_numpy()))

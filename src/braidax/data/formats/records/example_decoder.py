@@ -72,6 +72,11 @@ class _Examples(Decoder):
         self._fields = dict(fields)
         self._message = message
 
+    def widened(self) -> "_Examples":
+        """Returns the same with integers of 64 bits as they are stored."""
+        wide = {name: _Typed(one.field.widened(), one.kind, one.is_text) for name, one in self._fields.items()}
+        return _Examples(wide, self._message)
+
     @property
     def sample_spec(self) -> Any:
         return {name: typed.field.spec for name, typed in self._fields.items()}

@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.data.formats.tables.columns import VALID
+from braidax.data.leaves import smaller
 from braidax.data.source import VARYING, is_varying, loader_dtype
 from braidax.errors import ArgumentError, FormatError, RecordError
 
@@ -19,10 +21,20 @@ That is a dtype (`"float32"`, `str`), a `jax.ShapeDtypeStruct` with the shape of
 a size that differs from sample to sample, or `VARYING`.
 """
 
+Nulls = Literal["refused", "masked"]
+"""Whether a value that is null, or missing, is an error of its record, or is told by a mask beside the values."""
+
 NUM_SAMPLED = 256  # records, from the first to the last, that tell what a field holds
 _T = TypeVar("_T")
 _TEXT = np.dtype(object)
 _WIDE = {"b": np.dtype(bool), "i": np.dtype(np.int64), "u": np.dtype(np.uint64), "f": np.dtype(np.float64)}
+
+
+class Parsed(NamedTuple):
+    """A column of some records. **Fields:** `values`: as `Field.store` takes them. `is_valid`: which are no nulls."""
+
+    values: Any
+    is_valid: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -30,13 +42,21 @@ class Field:
     """What the values under one name are.
 
     `dtype`: of its numbers as they are loaded, or object for text and bytes. `shape`: of one sample, None where it
-    differs from sample to sample. `depth`: of lists within lists.
+    differs from sample to sample. `depth`: of lists within lists. `wider`: of integers of 64 bits, their own dtype.
+    `nulls`: what becomes of them. `mask_of`: of the mask of a field, that field's name.
     """
 
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...] | None
     depth: int = 0
+    wider: np.dtype[Any] | None = None
+    nulls: Nulls = "refused"
+    mask_of: str = ""
+
+    def widened(self) -> "Field":
+        """Returns the same with integers of 64 bits as they are stored."""
+        return self if self.wider is None else replace(self, dtype=self.wider)
 
     @property
     def is_numeric(self) -> bool:
@@ -71,6 +91,31 @@ class Field:
             if self.shape:
                 self._check_shapes(values, where)
             out[...] = self._numbers(values, where).reshape(out.shape)
+
+    def store_valid(
+        self,
+        values: Sequence[Any] | NDArray[Any],
+        is_valid: NDArray[np.bool_],
+        out: NDArray[Any],
+        where: Callable[[int], str],
+    ) -> None:
+        """Puts values into place, as `store`, and NaN, 0, False, or what is empty where there are none.
+
+        **Arguments:** `is_valid`: bool `[n]`, which records have a value; what stands in `values` for others is not
+        looked at.
+        """
+        kept, nulls = np.flatnonzero(is_valid), np.flatnonzero(~is_valid)
+        held = values[kept] if isinstance(values, np.ndarray) else [values[row] for row in kept.tolist()]
+        part = np.empty((len(kept), *out.shape[1:]), out.dtype)
+        self.store(held, part, lambda row: where(int(kept[row])))
+        out[kept] = part
+        if not self.is_numeric:
+            out[nulls] = ""
+        elif self.shape is None:
+            for row in nulls.tolist():
+                out[row] = np.empty((0,) * max(1, self.depth), self.dtype)
+        else:
+            out[nulls] = np.nan if jax.numpy.issubdtype(out.dtype, np.inexact) else 0
 
     def store_flat(
         self, values: NDArray[Any], counts: NDArray[np.int64], out: NDArray[Any], where: Callable[[int], str]
@@ -123,7 +168,7 @@ class Field:
                 value = found[row][misfit[row]].flat[0]
                 raise RecordError(
                     f"{where(row)}: field {self.name!r} holds {value}, which does not fit in {self.dtype}; store "
-                    "smaller values, declare another dtype with columns=, or keep 64 bits with "
+                    f"smaller values, {smaller(found.dtype)}declare another dtype with columns=, or keep 64 bits with "
                     "jax.config.update('jax_enable_x64', True)"
                 )
         return found.astype(self.dtype)
@@ -136,15 +181,19 @@ class Field:
         return True
 
 
-def fields_of(sampled: Mapping[str, Sequence[Any]], columns: Columns | None, *, where: str) -> list[Field]:
+def fields_of(
+    sampled: Mapping[str, Sequence[Any]], columns: Columns | None, *, where: str, nulls: Nulls = "refused"
+) -> list[Field]:
     """Returns the fields to read, by what a sample of the records holds and by what the user declares.
 
     **Arguments:** `sampled`: name → values, None for one that is missing. `columns`: as the user gave them; all fields
-    when None. `where`: the file, for errors.
+    when None. `where`: the file, for errors. `nulls`: with `"masked"`, a field that lacks values, or whose mask is
+    among the columns, has a mask: a field of bools, `NAME.is_valid`.
 
     **Raises:** `ArgumentError` for columns that are not there; `FormatError` for a field that cannot be a leaf.
     """
-    missing = [name for name in columns or () if name not in sampled]
+    masks = {name + VALID: name for name in sampled if nulls == "masked" and name + VALID not in sampled}
+    missing = [name for name in columns or () if name not in sampled and name not in masks]
     if missing or isinstance(columns, str) or (columns is not None and not columns):
         raise ArgumentError(
             f"columns={columns!r}: expected names of fields of {where}, which has {list(sampled)}"
@@ -153,22 +202,47 @@ def fields_of(sampled: Mapping[str, Sequence[Any]], columns: Columns | None, *, 
     declared = columns if isinstance(columns, Mapping) else dict.fromkeys(columns or sampled)
     found: list[Field] = []
     for name, declaration in declared.items():
-        field = _seen(name, sampled[name], where)
+        of = name if name in sampled else masks[name]
+        field = _seen(of, sampled[of], where, nulls)
         if isinstance(field, str):
-            usable = [other for other in sampled if not isinstance(_seen(other, sampled[other], where), str)]
+            usable = [other for other in sampled if not isinstance(_seen(other, sampled[other], where, nulls), str)]
             raise FormatError(
-                f"{where}: field {name!r} {field}; expected numbers, text, or lists of numbers in every record: mend "
+                f"{where}: field {of!r} {field}; expected numbers, text, or lists of numbers in every record: mend "
                 f"the data, or read the others with columns={usable}"
             )
-        found.append(field if declaration is None else _declared(field, declaration, where))
+        if of != name:
+            found.append(_mask(of))
+        else:
+            found.append(field if declaration is None else _declared(field, declaration, where))
+    return found if nulls == "refused" else _masked(found, sampled, where)
+
+
+def _masked(fields: Sequence[Field], sampled: Mapping[str, Sequence[Any]], where: str) -> list[Field]:
+    """Puts a mask behind each field that lacks values and was not given with one."""
+    asked = {field.mask_of for field in fields}
+    found: list[Field] = []
+    for field in fields:
+        lacks = not field.mask_of and any(value is None for value in sampled[field.name])
+        if lacks and field.name + VALID in sampled:
+            raise FormatError(
+                f"{where}: field {field.name!r} holds nulls, and the leaf that says where, {field.name + VALID!r}, has "
+                "the name of another field: rename that one, or leave both out with columns="
+            )
+        found.append(replace(field, nulls="masked") if lacks or field.name in asked else field)
+        found += [_mask(field.name)] if lacks and field.name not in asked else []
     return found
 
 
-def _seen(name: str, values: Sequence[Any], where: str) -> Field | str:
+def _mask(name: str) -> Field:
+    return Field(name + VALID, np.dtype(np.bool_), (), mask_of=name)
+
+
+def _seen(name: str, values: Sequence[Any], where: str, nulls: Nulls) -> Field | str:
     """Returns what a field is by some of its values, or why it is none."""
-    absent = sum(value is None for value in values)
-    if absent:
-        return f"is null or missing in {absent} of {len(values)} records looked at"
+    held = [value for value in values if value is not None]
+    if not held or (nulls == "refused" and len(held) < len(values)):
+        return f"is null or missing in {len(values) - len(held)} of {len(values)} records looked at"
+    values = held
     texts = sum(isinstance(value, str | bytes) for value in values)
     if texts == len(values):
         return Field(name, _TEXT, None)
@@ -182,19 +256,29 @@ def _seen(name: str, values: Sequence[Any], where: str) -> Field | str:
     depths = {array.ndim for array in arrays if array.size or array.ndim == 0}
     if len(depths) > 1 or not kinds <= set("biuf") or ("b" in kinds and len(kinds) > 1):
         return "holds values of several types, or lists of something else than numbers"
-    stored = np.dtype(bool) if kinds == {"b"} else np.dtype(np.int64) if kinds <= {"i", "u"} else np.dtype(np.float64)
-    if not kinds:
-        stored = np.dtype(np.float64)
+    stored = _stored(arrays, kinds)
     shapes = {array.shape for array in arrays}
     shape = shapes.pop() if len(shapes) == 1 else None
-    return Field(name, loader_dtype(stored, where=where, leaf=name), shape, max(depths, default=1))
+    wider = stored if stored.kind in "iu" else None
+    return Field(name, loader_dtype(stored, where=where, leaf=name), shape, max(depths, default=1), wider)
+
+
+def _stored(arrays: Sequence[NDArray[Any]], kinds: set[str]) -> np.dtype[Any]:
+    """Returns the dtype of 64 bits that numbers of these kinds have; without a sign where one needs all 64 of them."""
+    if kinds == {"b"}:
+        return np.dtype(np.bool_)
+    if not kinds or not kinds <= {"i", "u"}:
+        return np.dtype(np.float64)
+    needs_all = any(array.size and int(array.max()) > np.iinfo(np.int64).max for array in arrays)
+    is_positive = all(int(array.min()) >= 0 for array in arrays if array.size)
+    return np.dtype(np.uint64 if needs_all and is_positive else np.int64)
 
 
 def _declared(seen: Field, declaration: Any, where: str) -> Field:
     shape, dtype = seen.shape, declaration
     if isinstance(declaration, jax.ShapeDtypeStruct):
         if is_varying(declaration):
-            return Field(seen.name, seen.dtype, None, seen.depth)
+            return replace(seen, shape=None)
         given = cast("tuple[int | None, ...]", tuple(declaration.shape))
         shape, dtype = None if None in given else cast("tuple[int, ...]", given), declaration.dtype
     try:
@@ -206,7 +290,10 @@ def _declared(seen: Field, declaration: Any, where: str) -> Field:
         ) from error
     if dtype.kind in "UO":
         return Field(seen.name, _TEXT, None)
-    return Field(seen.name, loader_dtype(dtype, where=where, leaf=seen.name), shape, seen.depth)
+    if not seen.is_numeric and not isinstance(declaration, jax.ShapeDtypeStruct):
+        shape = ()  # numbers, as those of CSV, that not all looked like some
+    wider = dtype if dtype.kind in "iu" and dtype.itemsize == 8 else None
+    return Field(seen.name, loader_dtype(dtype, where=where, leaf=seen.name), shape, seen.depth, wider)
 
 
 def sampled_indices(num_records: int) -> NDArray[np.int64]:

@@ -1,10 +1,11 @@
 """Sources whose samples are records: ranges of bytes in files, found through an index and made into leaves."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from braidax.data.formats.records.index import Index
-from braidax.data.source import Indices, Source, check_indices, listed
+from braidax.data.source import Indices, Source, check_indices, listed, widened
 from braidax.data.storage.files import Bytes, Files, stamp_of_files
 from braidax.errors import FormatError
 from braidax.spans import span
@@ -55,6 +56,12 @@ class RecordSource(Source):
 
     def __len__(self) -> int:
         return len(self._index)
+
+    def widened(self) -> "RecordSource":
+        """Returns the same records with integers of 64 bits as they are stored."""
+        found = copy.copy(self)
+        found._decoder = widened(self._decoder)
+        return found
 
     def read(self, indices: Indices, out: Any) -> None:
         """Reads the records of a window together, and decodes them into place."""

@@ -1,5 +1,6 @@
 """Arrow IPC files and streams: records gathered from the files as they are, or from decoded batches if compressed."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from braidax.data.formats.tables.tables import (
     refusing,
     validated,
 )
-from braidax.data.source import Box, Indices, Sliced, Source, check_indices, listed
+from braidax.data.leaves import Integers
+from braidax.data.source import Box, Indices, Sliced, Source, check_indices, listed, widened
 from braidax.data.storage import Files, LocalFiles
 from braidax.data.storage.files import stamp_of_files
 from braidax.data.storage.limits import refuse_larger
@@ -45,16 +47,27 @@ class ArrowSource(Source, Sliced):
         self, memory: Memory, layouts: Sequence[Layout], leaves: Sequence[Direct], *, facts: Mapping[str, str]
     ) -> None:
         self._memory = memory
-        self._leaves = list(leaves)
-        self._sorted = sorted(leaves, key=lambda direct: direct.leaf.name)  # as in a PyTree
+        self._integers: Integers = "loaded"
         self._facts = dict(facts)
         rows = [[batch.num_rows for batch in layout.batches] for layout in layouts]
         self._batches = _Starts([count for counts in rows for count in counts])
         self._files = np.cumsum([0, *(sum(counts) for counts in rows)], dtype=np.int64)
-        self._spec = {direct.leaf.name: direct.leaf.spec(memory.names[0]) for direct in self._leaves}
+        self._take(leaves)
+
+    def _take(self, leaves: Sequence[Direct]) -> None:
+        self._leaves = list(leaves)
+        self._sorted = sorted(leaves, key=lambda direct: direct.leaf.name)  # as in a PyTree
+        self._spec = {direct.leaf.name: direct.leaf.spec(self._memory.names[0]) for direct in self._leaves}
 
     def __reduce__(self) -> tuple[Callable[..., Source], tuple[Any, ...]]:
-        return _source_again, (self._memory, list(self._spec), self._facts)
+        return _source_again, (self._memory, list(self._spec), self._facts, self._integers)
+
+    def widened(self) -> Source:
+        """Returns the same with integers of 64 bits as they are stored."""
+        found = copy.copy(self)
+        found._integers = "stored"
+        found._take([widened(direct) for direct in self._leaves])
+        return found
 
     @property
     def sample_spec(self) -> Any:
@@ -293,9 +306,10 @@ def arrow_source(
     return BlockSource(table, cache_bytes=cache_bytes, what="record batches", facts=facts)
 
 
-def _source_again(memory: Memory, columns: list[str], facts: Mapping[str, str]) -> Source:
+def _source_again(memory: Memory, columns: list[str], facts: Mapping[str, str], integers: Integers) -> Source:
     """Opens files in another process, where they are mapped to other places."""
-    return arrow_source(memory, columns=columns, cache_bytes=DEFAULT_CACHE_BYTES, facts=facts)
+    found = arrow_source(memory, columns=columns, cache_bytes=DEFAULT_CACHE_BYTES, facts=facts)
+    return found if integers == "loaded" else widened(found)
 
 
 def _table_again(memory: Memory, columns: list[str]) -> ArrowTable:

@@ -5,6 +5,7 @@ time; then a block that is decoded gives its records to every window that was an
 is decoded once for all announced windows together, not once for every read.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from braidax.data.formats.tables.block_cache import BlockCache, Group, Window, Windows
 from braidax.data.formats.tables.columns import Leaf, fill
+from braidax.data.leaves import Integers
 from braidax.data.source import Indices, Source, check_indices
 from braidax.data.storage.files import stamp_of_files
 from braidax.errors import ArgumentError
@@ -85,6 +87,7 @@ class BlockSource(Source):
 
     def __init__(self, table: Blocks, *, cache_bytes: int, what: str, facts: Mapping[str, str]) -> None:
         self._table = table
+        self._integers: Integers = "loaded"
         self._leaves = list(table.leaves)
         self._blocks = list(table.blocks)
         self._what = what
@@ -106,7 +109,15 @@ class BlockSource(Source):
         self._cache = BlockCache(cache_bytes, self._windows)
 
     def __reduce__(self) -> tuple[Callable[..., "BlockSource"], tuple[Any, ...]]:
-        return _source_again, (self._table, self._cache_bytes, self._what, self._facts)
+        return _source_again, (self._table, self._cache_bytes, self._what, self._facts, self._integers)
+
+    def widened(self) -> "BlockSource":
+        """Returns the same, of the same cache, with integers of 64 bits as they are stored."""
+        found = copy.copy(self)
+        found._integers = "stored"
+        found._leaves = [leaf.widened() for leaf in self._leaves]
+        found._spec = {leaf.name: leaf.spec(self._table.names[0]) for leaf in found._leaves}
+        return found
 
     @property
     def table(self) -> Blocks:
@@ -223,6 +234,9 @@ class BlockSource(Source):
         return group
 
 
-def _source_again(table: Blocks, cache_bytes: int, what: str, facts: Mapping[str, str]) -> BlockSource:
+def _source_again(
+    table: Blocks, cache_bytes: int, what: str, facts: Mapping[str, str], integers: Integers
+) -> BlockSource:
     """Makes a source in another process, with a cache of its own."""
-    return BlockSource(table, cache_bytes=cache_bytes, what=what, facts=facts)
+    found = BlockSource(table, cache_bytes=cache_bytes, what=what, facts=facts)
+    return found if integers == "loaded" else found.widened()

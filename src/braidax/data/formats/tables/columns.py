@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.data.leaves import Integers
 from braidax.data.source import VARYING, Indices, gather, loader_dtype, narrow
 from braidax.data.storage.files import Bytes
 from braidax.errors import FormatError, RecordError
@@ -42,6 +43,7 @@ class Value:
 
     **Fields:** `kind`: of a value; "valid" is whether there is one. `stored`: the dtype of its numbers, or bytes.
     `width`: numbers in one value, as a shape. `is_large`: 64-bit offsets. `node`, `buffer`: as of a `Level`.
+    `integers`: how those of 64 bits are given.
     """
 
     kind: Literal["number", "bit", "text", "bytes", "valid"]
@@ -50,6 +52,7 @@ class Value:
     is_large: bool
     node: int
     buffer: int
+    integers: Integers = "loaded"
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,14 @@ class Leaf:
         loaded = np.dtype(np.uint8) if self.kind in ("text", "bytes") else self.loaded(where)
         return VARYING if self.is_varying else jax.ShapeDtypeStruct(self.shape, loaded)
 
+    def widened(self) -> "Leaf":
+        """Returns the same with integers of 64 bits as they are stored."""
+        return replace(self, value=replace(self.value, integers="stored"))
+
     def loaded(self, where: str) -> np.dtype[Any]:
-        """Returns the dtype in which its numbers are loaded."""
+        """Returns the dtype in which its numbers are loaded; of integers that of the table, where that is asked for."""
+        if self.value.integers == "stored" and self.stored.kind in "iu":
+            return self.stored.newbyteorder("=")
         return loader_dtype(self.stored, where=where, leaf=self.name)
 
 

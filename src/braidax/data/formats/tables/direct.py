@@ -3,6 +3,7 @@
 Source: the Arrow columnar format, "Physical Memory Layout".
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,12 @@ class DirectLeaf:
         self._is_checked = np.zeros(0 if counts is None else len(counts), np.bool_)
         self._offset_dtype = np.dtype("<i8" if is_large else "<i4")
         self._nulls = nulls
+
+    def widened(self) -> "DirectLeaf":
+        """Returns the same leaf with integers as they are stored."""
+        found = copy.copy(self)
+        found.leaf = self.leaf.widened()
+        return found
 
     def cut_dims(self, memory: Memory) -> int:
         """Returns along how many dims of a record parts can be read: of numbers, where lists have one length."""

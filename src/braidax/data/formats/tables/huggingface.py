@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from braidax.data.source import Box, Indices, Sliced, Source, check_indices, prepare, stamp_of
+from braidax.data.source import Box, Indices, Sliced, Source, check_indices, prepare, stamp_of, widened
 from braidax.data.storage.names import inside
 from braidax.data.transforms.wrapping import WrappingSlices
 from braidax.errors import ArgumentError, FormatError
@@ -88,6 +88,10 @@ class _Selected(Source):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def widened(self) -> Source:
+        """Returns the same of the source with its integers of 64 bits as they are stored."""
+        return type(self)(widened(self.source), self._rows)
 
     def read(self, indices: Indices, out: Any) -> None:
         self.source.read(self._found(indices), out)

@@ -26,7 +26,7 @@ from braidax.data.formats.tables.tables import arrow, column_of, leaves_of
 from braidax.data.source import Indices, Source, allocate, check_indices, listed
 from braidax.data.storage import Files, LocalFiles
 from braidax.data.storage.files import stamp_of_files
-from braidax.data.transforms.wrapping import Wrapping
+from braidax.data.transforms.wrapping import Wrapping, WrappingIntegers
 from braidax.errors import FormatError
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -36,7 +36,7 @@ _WINDOW = 1 << 16  # records that are compared at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Partitioned(Wrapping):
+class Partitioned(Wrapping, WrappingIntegers):
     """The records of files with the keys of their folders.
 
     **Fields:** `source`: the records of the files. `keys`: what is read of each key, its mask too, and the value for

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.source import Box, ChosenRows, Indices, Sliced, Source, allocate, chosen_rows, is_varying
+from braidax.data.source import Box, ChosenRows, Indices, Sliced, Source, allocate, chosen_rows, is_varying, widened
 from braidax.data.transforms.images.decode import (
     MAX_PIXELS,
     Choose,
@@ -18,7 +18,7 @@ from braidax.data.transforms.images.decode import (
     decode_images,
     image_size,
 )
-from braidax.data.transforms.wrapping import Wrapping, WrappingSlices, check_size, leaf_spec
+from braidax.data.transforms.wrapping import Wrapping, WrappingIntegers, WrappingSlices, check_size, leaf_spec
 from braidax.errors import ArgumentError
 
 Name = Callable[[int], str]
@@ -69,8 +69,9 @@ def decode_leaf(
     check_decode(decode)
     compile_kernels()
     if size is None:
-        window = allocate(source.sample_spec, 1)
-        source.read(np.zeros(1, np.int64), window)
+        seen = widened(source)
+        window = allocate(seen.sample_spec, 1)
+        seen.read(np.zeros(1, np.int64), window)
         first = image_size(window[leaf][0], name(0), max_pixels=max_pixels)
     else:
         check_size(size)
@@ -97,7 +98,7 @@ class Decoding:
 
 
 @dataclass(frozen=True, eq=False)
-class DecodedSource(Wrapping):
+class DecodedSource(Wrapping, WrappingIntegers):
     """A source whose leaf of encoded images is decoded."""
 
     leaf: str
