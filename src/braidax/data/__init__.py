@@ -36,6 +36,7 @@ from braidax.data.workers.processes import in_processes as in_processes
 from braidax.first_use import at_first_use
 
 if TYPE_CHECKING:
+    from braidax.data.naming import class_names as class_names
     from braidax.data.transforms.images.augment import center_crop as center_crop
     from braidax.data.transforms.images.augment import flipped as flipped
     from braidax.data.transforms.images.augment import random_crop as random_crop
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 # What few programs need is imported at its first use.
 _HOMES = {
+    "class_names": "naming",
     "mapped": "transforms.mapped",
     "normalized": "transforms.mapped",
     "resized": "transforms.mapped",

@@ -1,3 +1,4 @@
+import pickle
 import re
 from pathlib import Path
 
@@ -30,6 +31,34 @@ def test_values_and_classes(tmp_path: Path) -> None:
     np.testing.assert_array_equal(window["image"], [picture(0), picture(3), picture(1), picture(2)])
     assert source.describe()["classes"] == "3: b, c, d"
     assert source.describe()["image size"] == "6×5 (of the first image)"
+
+
+def test_labels_have_names(tmp_path: Path) -> None:
+    source = sources.open(folder(tmp_path / "images", count=6))
+    names = sources.class_names(source)
+    assert names == ["b", "c", "d"]
+    for number, path in enumerate(sorted((tmp_path / "images").rglob("*.png"))):
+        assert names[source[number]["label"]] == path.parent.name
+    kept = sources.filter(source, lambda sample: sample["label"] > 0)
+    cut, again = sources.random_crop(kept, (2, 2)), pickle.loads(pickle.dumps(source))
+    joined = sources.concat([source[1:], source[:1]])
+    for other in (source[2:], kept, cut, again, joined, sources.select(source, "label"), sources.open(source)):
+        assert sources.class_names(other) == names
+        assert names[other[0]["label"]] == names[int(sources.to_numpy(other[:1])["label"][0])]
+
+
+def test_labels_without_names_are_told(tmp_path: Path) -> None:
+    source = sources.open(folder(tmp_path / "images"))
+    message = r"leaf='label': samples have the leaves .*, and none with names; expected one of an image folder"
+    for other in (
+        sources.map(source, lambda sample: {"label": 2 - sample["label"]}),
+        sources.open({"label": np.arange(3)}),
+        sources.open(tmp_path / "images" / "b"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            sources.class_names(other)
+    with pytest.raises(ArgumentError, match=r"leaf='image': .*and \['label'\] with names"):
+        sources.class_names(source, "image")
 
 
 def test_a_flat_folder(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class ImageFolder(Source, Sliced):
 
     **Arguments:** `files`: the images. `labels`: int32 `[n]`, or None. `image_size`: `(height, width)` in pixels to
     resize to; None when all images have the size of the first. `decode`: as in `braidax.data.decoded`. `facts`: what
-    `describe` shows first.
+    `describe` shows first. `classes`: the name of each label, from 0 on.
 
     **Raises:** `ArgumentError` for a wrong size; `RecordError` when the first image cannot be decoded.
     """
@@ -40,18 +40,24 @@ class ImageFolder(Source, Sliced):
         image_size: tuple[int, int] | None,
         decode: Decode = "fast",
         facts: Mapping[str, str],
+        classes: Sequence[str] = (),
     ) -> None:
         from braidax.data.transforms.images.decoded import (
             decode_leaf,  # wraps sources: at the top this would be a cycle
         )
 
-        inside = EncodedFolder(files, labels, facts)
+        inside = EncodedFolder(files, labels, facts, classes)
         self.decodes = decode_leaf(inside, "image", image_size, decode, inside.name)
 
     @property
     def sample_spec(self) -> Any:
         """A dict with the leaf `"image"`, and `"label"` where there are classes."""
         return self.decodes.sample_spec
+
+    @property
+    def class_names(self) -> Mapping[str, Sequence[str]]:
+        """The name of each label, from 0 on, as `braidax.data.class_names` returns it; of a flat folder none."""
+        return cast(EncodedFolder, self.decodes.source).class_names
 
     def __len__(self) -> int:
         return len(self.decodes)
@@ -81,13 +87,20 @@ class ImageFolder(Source, Sliced):
 class EncodedFolder(Source, Sliced):
     """The files of an image folder as they are: `"image"`, bytes, and `"label"`.
 
-    **Arguments:** `files`, `labels`, `facts`: as those of `ImageFolder`.
+    **Arguments:** `files`, `labels`, `facts`, `classes`: as those of `ImageFolder`.
     """
 
-    def __init__(self, files: list[str], labels: NDArray[np.int32] | None, facts: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        files: list[str],
+        labels: NDArray[np.int32] | None,
+        facts: Mapping[str, str],
+        classes: Sequence[str] = (),
+    ) -> None:
         self._files = files
         self._labels = labels
         self._facts = dict(facts)
+        self._classes = list(classes)
         self._ahead = ReadAhead()
 
     @property
@@ -96,11 +109,16 @@ class EncodedFolder(Source, Sliced):
         labels = {} if self._labels is None else {"label": jax.ShapeDtypeStruct((), np.int32)}
         return {"image": VARYING, **labels}
 
+    @property
+    def class_names(self) -> Mapping[str, Sequence[str]]:
+        """The name of each label, from 0 on; of a flat folder none."""
+        return {"label": list(self._classes)} if self._classes else {}
+
     def __len__(self) -> int:
         return len(self._files)
 
     def __reduce__(self) -> Any:
-        return EncodedFolder, (self._files, self._labels, self._facts)
+        return EncodedFolder, (self._files, self._labels, self._facts, self._classes)
 
     def name(self, record: int) -> str:
         """Returns how errors call a record."""
@@ -182,8 +200,9 @@ def open_image_folder(path: Path, *, image_size: tuple[int, int] | None = None, 
         )
     files = [f"{child}/{name}" for child, names in per_class.items() for name in names]
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(names) for names in per_class.values()])
-    facts["classes"] = listed([child.name for child in classes])
-    return ImageFolder(files, labels, image_size=image_size, decode=decode, facts=facts)
+    names = [child.name for child in classes]
+    facts["classes"] = listed(names)
+    return ImageFolder(files, labels, image_size=image_size, decode=decode, facts=facts, classes=names)
 
 
 def _classes(path: Path) -> list[Path]:

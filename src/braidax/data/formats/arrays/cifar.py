@@ -231,13 +231,9 @@ def _source(version: _Version, blobs: Mapping[str, bytes], *, split: str, where:
         images[start : start + len(pixels)] = pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         start += len(pixels)
     labels = {leaf: np.concatenate([columns[leaf] for _, columns in parts]) for leaf in version.labels}
-    facts = {
-        "format": version.name,
-        "files": ", ".join(files),
-        "split": split,
-        "classes": listed(_class_names(version, blobs, where=where)),
-    }
-    return ArraySource({"image": images, **labels}, where=where, facts=facts)
+    names = _class_names(version, blobs, where=where)
+    facts = {"format": version.name, "files": ", ".join(files), "split": split, "classes": listed(names)}
+    return ArraySource({"image": images, **labels}, where=where, facts=facts, classes={"label": names})
 
 
 def _decode_records(version: _Version, blob: bytes, *, where: str) -> tuple[NDArray[np.uint8], dict[str, NDArray[Any]]]:
