@@ -34,7 +34,7 @@ if args.data is None:
         cv2.imwrite(str(args.data / kind / f"{number}.jpg"), np.clip(pixels, 0, 255).astype(np.uint8))
     print(f"no --data: {args.data} has generated images")
 source = bx.open(args.data)
-classes = sorted(path.name for path in args.data.iterdir() if path.is_dir())  # labels count them in this order
+classes = bx.data.class_names(source)  # by their labels
 train, test = bx.data.split(source, 0.9, seed=0)
 train = bx.data.flipped(bx.data.random_resized_crop(train, (args.size, args.size), scale=(0.5, 1.0)))
 test = bx.data.center_crop(test, (args.size, args.size), fraction=0.875)

@@ -8,6 +8,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given
 from hypothesis import strategies as st
 
+import braidax.data.formats.records.example as parser
 from braidax.data.formats.records.example import features, floats, int64s
 
 
@@ -135,3 +136,32 @@ def test_a_sequence_example_is_refused_as_one() -> None:
     with pytest.raises(ValueError, match=r"feature lists: a tf.train.SequenceExample, expected a tf.train.Example"):
         features(context + b"\x12\x00")
     assert features(context) == {}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_short_way_reads_what_the_long_one_does(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    taken: list[bool] = []
+    short = parser._plain_entry
+
+    def counted(data: bytes, start: int, stop: int) -> Any:
+        found = short(data, start, stop)
+        taken.append(found is not None)
+        return found
+
+    def outcome(data: bytes, way: Any) -> Any:
+        monkeypatch.setattr(parser, "_plain_entry", way)
+        try:
+            return features(data)
+        except ValueError:
+            return "refused"
+
+    for size in (0, 1, 6, 27, 28, 29, 30, 110, 126, 127, 128, 129, 300):
+        values = {"i" * (size % 7): [7] * max(1, size), "x": [0.5] * max(1, size // 4), "b": [bytes(size)]}
+        whole = example(values, packed=packed)
+        for number in range(40):
+            data = bytearray(whole)
+            if number:
+                data[rng.integers(len(data))] = rng.integers(256)
+            assert outcome(bytes(data), counted) == outcome(bytes(data), lambda *_: None)
+    assert 0 < sum(taken) < len(taken)

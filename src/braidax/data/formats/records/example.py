@@ -8,6 +8,9 @@ from numpy.typing import NDArray
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 _KINDS = {1: "bytes", 2: "float", 3: "int64"}  # of a Feature, by the number of its field
+_FIRST, _SECOND = 1 << 3 | _BYTES, 2 << 3 | _BYTES  # the tags of fields 1 and 2, of bytes
+_PLAIN_KINDS = {number << 3 | _BYTES: kind for number, kind in _KINDS.items()}
+_LEAST, _MOST = 8, 127  # bytes of an entry all of whose lengths are one byte
 
 
 class Feature(NamedTuple):
@@ -76,6 +79,9 @@ def floats(packed: Sequence[bytes]) -> tuple[NDArray[np.float32], NDArray[np.int
 
 def _entry(data: bytes, start: int, stop: int) -> tuple[str, Feature]:
     """Reads an entry of the map from names to features."""
+    plain = _plain_entry(data, start, stop)
+    if plain is not None:
+        return plain
     name, feature = "", Feature("", [])
     for number, wire, first, last in _fields(data, start, stop):
         if (number, wire) == (1, _BYTES):
@@ -83,6 +89,19 @@ def _entry(data: bytes, start: int, stop: int) -> tuple[str, Feature]:
         elif (number, wire) == (2, _BYTES):
             feature = _feature(data, first, last)
     return name, feature
+
+
+def _plain_entry(data: bytes, start: int, stop: int) -> tuple[str, Feature] | None:
+    """Reads an entry of less than 128 bytes as nearly all writers write it: a name, one list, one stretch of values."""
+    if stop - start < _LEAST or stop - start > _MOST or data[start] != _FIRST:
+        return None
+    at = start + 2 + data[start + 1]
+    if at > stop - 6 or data[at] != _SECOND or at + 2 + data[at + 1] != stop or at + 4 + data[at + 3] != stop:
+        return None
+    kind = _PLAIN_KINDS.get(data[at + 2])
+    if kind is None or data[at + 4] != _FIRST or at + 6 + data[at + 5] != stop:
+        return None
+    return data[start + 2 : at].decode(), Feature(kind, [data[at + 6 : stop]])
 
 
 def _feature(data: bytes, start: int, stop: int) -> Feature:
