@@ -189,20 +189,42 @@ def test_sources_around_sources_hand_them_on(tmp_path: Path) -> None:
     assert sources.to_numpy(small)["id"].tolist() == (ids % 1000).tolist()
 
 
-def test_functions_of_jax_do_not_cut_them(tmp_path: Path) -> None:
+WITH_JAX: dict[str, Callable[[Any], Any]] = {
+    "returned": lambda ids: jnp.asarray(ids) % 1000,
+    "made NumPy's": lambda ids: np.asarray(jnp.asarray(ids) % 1000),
+    "an operation": lambda ids: np.asarray(jnp.sin(ids)),
+    "compiled": lambda ids: np.asarray(jax.jit(lambda given: given + 1)(ids)),
+    "a constant": lambda ids: jax.jit(lambda: jnp.asarray(ids) + 1)(),
+}
+
+
+@pytest.mark.parametrize("way", WITH_JAX)
+def test_functions_of_jax_do_not_cut_them(way: str, tmp_path: Path) -> None:
     _parquet(tmp_path)
-    message = r"raised ValueError: leaf .*'id'.* holds int64 that does not fit in int32.*by NumPy before.*on record 2"
-    fine = bx.open(tmp_path / "a.parquet", columns=["id"])[[1, 4, 3]]
+    message = r"raised ValueError: leaf .*'id'.* holds int64 that does not fit in int32.*use NumPy alone.*record 2"
+    given, fine = WITH_JAX[way], bx.open(tmp_path / "a.parquet", columns=["id"])[[1, 4, 3]]
     with pytest.raises(RecordError, match=message):
-        sources.to_numpy(sources.mapped(fine, lambda window: {"id": jnp.asarray(window["id"]) % 1000}))
+        sources.to_numpy(sources.mapped(fine, lambda window: {"id": given(window["id"])}))
+    if way != "a constant":
+        with pytest.raises(RecordError, match=message):
+            sources.to_numpy(sources.map(fine, lambda sample: {"id": given(sample["id"])}))
     with pytest.raises(RecordError, match=message):
-        sources.to_numpy(sources.map(fine, lambda sample: {"id": jnp.asarray(sample["id"]) % 1000}))
+        sources.filter(fine, lambda sample: given(sample["id"]) > 0)
     with pytest.raises(RecordError, match=r"raised ValueError: leaf .* does not fit in int32"):
-        sources.filter(fine, lambda sample: jnp.asarray(sample["id"]) > 0)
-    with pytest.raises(RecordError, match=r"raised ValueError: leaf .* does not fit in int32"):
-        sources.filter(fine, lambda window: jnp.asarray(window["id"]) > 0, by="window")
-    small = sources.mapped(fine[:2], lambda window: {"id": jnp.asarray(window["id"]) % 5})
-    assert sources.to_numpy(small)["id"].tolist() == [2, 3]
+        sources.filter(fine, lambda window: given(window["id"]) > 0, by="window")
+    small = sources.mapped(fine[:2], lambda window: {"id": given(window["id"])})
+    assert sources.to_numpy(small)["id"].tolist() == np.asarray(given(np.array([7, 3]))).tolist()
+
+
+def test_functions_of_jax_do_not_cut_lists_of_them(tmp_path: Path) -> None:
+    _parquet(tmp_path)
+    source = bx.open(tmp_path / "a.parquet", columns=["bag"])
+    fine = sources.mapped(source[[4, 5]], lambda window: {"n": np.array([jnp.sum(bag) for bag in window["bag"]])})
+    assert sources.to_numpy(fine)["n"].tolist() == [5, 13]
+    for number, rows in ((1, [4, 0]), (2, [4, 2, 3])):
+        wrong = sources.mapped(source[rows], lambda window: {"n": np.array([jnp.sum(bag) for bag in window["bag"]])})
+        with pytest.raises(RecordError, match=rf"leaf .*'bag'.* int64 that does not fit in int32.*record {number}"):
+            sources.to_numpy(wrong)
 
 
 def test_with_64_bits_nothing_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What samples share: which dtype a leaf gets, how rows of an array are copied into place under it, what is cut out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
@@ -43,23 +43,48 @@ def widened(source: Any) -> Any:
     return source.widened() if isinstance(source, Widened) else source
 
 
-def refuse_cut(window: Any, made: Any) -> None:
-    """Raises `ValueError` where functions of JAX have made something of integers that its 32 bits do not hold.
+def uncut(function: Callable[[], Any], window: Any) -> Any:
+    """Calls a function of samples; where these hold integers that 32 bits do not, functions of JAX in it are refused.
 
-    **Arguments:** `window`: what a function was given, arrays or NumPy scalars. `made`: what it returned.
+    They would cut such integers in silence, as they do with all that comes from the host.
+
+    **Arguments:** `window`: what the function was given, arrays or NumPy scalars. **Raises:** `ValueError`.
     """
-    if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(made)):
-        return
+    told = too_wide(window)
+    if not told:
+        return function()
+    try:
+        with jax.transfer_guard_host_to_device("disallow_explicit"):
+            made = function()
+    except jax.errors.JaxRuntimeError as error:
+        if "Disallowed host-to-device transfer" not in str(error):
+            raise
+        raise ValueError(told) from error
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(made)):  # a constant of a compiled function
+        raise ValueError(told)
+    return made
+
+
+def too_wide(window: Any) -> str:
+    """Returns which leaf holds integers that do not fit in what JAX makes of them; nothing where all fit."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(window):
-        if leaf.dtype.kind not in "iu" or not leaf.size:
-            continue
-        loaded = np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype))
-        if loaded != leaf.dtype and not _fits(leaf, loaded):
-            raise ValueError(
-                f"leaf {jax.tree_util.keystr(path)} holds {leaf.dtype} that does not fit in {loaded}, to which "
-                "functions of JAX cut it; take it modulo a number by NumPy before, or keep 64 bits with "
+        held = _joined(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "O" else leaf
+        if not isinstance(held, np.ndarray | np.generic) or held.dtype.kind not in "iu" or not held.size:
+            continue  # text, among others
+        loaded = np.dtype(jax.dtypes.canonicalize_dtype(held.dtype))
+        if loaded != held.dtype and not _fits(held, loaded):
+            return (
+                f"leaf {jax.tree_util.keystr(path)} holds {held.dtype} that does not fit in {loaded}, to which "
+                "functions of JAX cut it; use NumPy alone here, and take it modulo a number, or keep 64 bits with "
                 "jax.config.update('jax_enable_x64', True)"
             )
+    return ""
+
+
+def _joined(values: Any) -> NDArray[Any]:
+    """Returns the integers of an object array of arrays, or of one of its values, one behind the other."""
+    arrays = [value.ravel() for value in np.ravel(values).tolist() if isinstance(value, np.ndarray)]
+    return np.concatenate(arrays) if arrays and arrays[0].dtype.kind in "iu" else np.empty(0, np.bool_)
 
 
 def is_varying(spec: Any) -> bool:

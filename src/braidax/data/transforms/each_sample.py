@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.leaves import refuse_cut, samples_of
+from braidax.data.leaves import samples_of
 from braidax.data.sampling.draws import Draws
 from braidax.data.source import Source
 from braidax.data.transforms.mapped import mapped
@@ -66,7 +66,6 @@ def _samples(window: Any) -> list[Any]:
 
 def _stacked(window: Any, made: Sequence[Any]) -> Any:
     """Returns what was made of each sample as one window."""
-    refuse_cut(window, made)
     inner = [leaf for leaf in jax.tree.leaves(window) if leaf.dtype == object]
     varying = {id(value) for leaf in inner for value in leaf}
     structure = jax.tree.structure(made[0])

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.leaves import refuse_cut, samples_of
+from braidax.data.leaves import samples_of, too_wide, uncut
 from braidax.data.source import (
     Indices,
     Source,
@@ -94,14 +94,18 @@ class _Keeps:
         if self._by == "window":
             return indices[self._of_window(window, indices)]
         samples = samples_of(window, len(indices))
-        kept = [self._of_sample(sample, record) for sample, record in zip(samples, indices.tolist(), strict=True)]
+        keeps = self._uncut if too_wide(window) else self._predicate
+        kept = [
+            self._of_sample(keeps, sample, record) for sample, record in zip(samples, indices.tolist(), strict=True)
+        ]
         return indices[np.array(kept, np.bool_)]
 
-    def _of_sample(self, sample: Any, record: int) -> bool:
+    def _uncut(self, sample: Any) -> Any:
+        return uncut(lambda: self._predicate(sample), sample)
+
+    def _of_sample(self, keeps: Predicate, sample: Any, record: int) -> bool:
         try:
-            said = self._predicate(sample)
-            refuse_cut(sample, said)
-            answer = np.asarray(said)
+            answer = np.asarray(keeps(sample))
             if answer.shape == ():
                 return bool(answer)
         except Exception as error:
@@ -113,9 +117,7 @@ class _Keeps:
 
     def _of_window(self, window: Any, indices: Indices) -> NDArray[np.bool_]:
         try:
-            said = self._predicate(window)
-            refuse_cut(window, said)
-            answer = np.asarray(said)
+            answer = np.asarray(uncut(lambda: self._predicate(window), window))
         except Exception as error:
             raise self._raised(error, f"records {indices[0]} to {indices[-1]}") from error
         if answer.dtype != np.bool_ or answer.shape != indices.shape:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int64
 from numpy.typing import NDArray
 
-from braidax.data.leaves import refuse_cut
+from braidax.data.leaves import uncut
 from braidax.data.sampling.draws import Draws
 from braidax.data.source import VARYING, Source, allocate, is_varying, loader_dtype, narrow, widened
 from braidax.data.transforms.wrapping import (
@@ -83,7 +83,7 @@ def mapped(source: Source, transform: Callable[..., Any]) -> Source:
     from many threads at once. Its result on sample 0 sets the shapes and dtypes; NumPy's 64-bit defaults are loaded as
     32-bit ones, unless `jax_enable_x64` is set. An object array `[n]` is a leaf whose size varies. Integers of 64 bits
     in arrays, tables and records come as they are stored, so that hashed ids can be taken modulo a number here, by
-    NumPy: functions of JAX would cut them.
+    NumPy: functions of JAX would cut them, and are refused in windows that hold such.
 
     With a parameter named `rng` it gets random numbers too: `rng.random(shape)`, `rng.uniform(low, high, shape)`,
     `rng.integers(low, high, shape)` and `rng.normal(shape)` return arrays `[n, *shape]` whose rows depend on seed,
@@ -217,9 +217,7 @@ def _draws(transform: Callable[..., Any]) -> bool:
 
 
 def _call(transform: Callable[..., Any], window: Any, rng: Draws | None) -> Any:
-    made = transform(window) if rng is None else transform(window, rng=rng)
-    refuse_cut(window, made)
-    return made
+    return uncut(lambda: transform(window) if rng is None else transform(window, rng=rng), window)
 
 
 def _apply(transform: Callable[..., Any], window: Any, indices: Any, rng: Draws | None) -> Any:
