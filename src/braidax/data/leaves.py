@@ -72,7 +72,7 @@ def too_wide(window: Any) -> str:
         if not isinstance(held, np.ndarray | np.generic) or held.dtype.kind not in "iu" or not held.size:
             continue  # text, among others
         loaded = np.dtype(jax.dtypes.canonicalize_dtype(held.dtype))
-        if loaded != held.dtype and not _fits(held, loaded):
+        if loaded != held.dtype and not _fits(np.asarray(held), loaded):
             return (
                 f"leaf {jax.tree_util.keystr(path)} holds {held.dtype} that does not fit in {loaded}, to which "
                 "functions of JAX cut it; use NumPy alone here, and take it modulo a number, or keep 64 bits with "
@@ -81,10 +81,12 @@ def too_wide(window: Any) -> str:
     return ""
 
 
-def _joined(values: Any) -> NDArray[Any]:
-    """Returns the integers of an object array of arrays, or of one of its values, one behind the other."""
-    arrays = [value.ravel() for value in np.ravel(values).tolist() if isinstance(value, np.ndarray)]
-    return np.concatenate(arrays) if arrays and arrays[0].dtype.kind in "iu" else np.empty(0, np.bool_)
+def _joined(values: NDArray[Any]) -> NDArray[Any]:
+    """Returns the integers of 64 bits of an object array of arrays, one behind the other; nothing of other values."""
+    arrays = [value for value in values.tolist() if isinstance(value, np.ndarray)]
+    if not arrays or arrays[0].dtype.kind not in "iu" or arrays[0].dtype.itemsize < 8:
+        return np.empty(0, np.bool_)
+    return np.concatenate([array.ravel() for array in arrays])
 
 
 def is_varying(spec: Any) -> bool:
