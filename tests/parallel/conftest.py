@@ -25,7 +25,7 @@ _GANGS = _Gangs()
 def gangs() -> dict[int, LocalGang]:
     """Gangs of 1, 2 and 3 ranks, and of more for who asks before a test begins, which may leave no thread behind.
 
-    A test that kills a rank, or changes what it runs, starts a gang of its own.
+    A test that kills a rank, or changes for good what it runs, starts a gang of its own.
     """
     for size in (1, 2, 3):
         _ = _GANGS[size]

@@ -45,8 +45,9 @@ def tell(**found: Any) -> None:
     sys.stdout.write(json.dumps(found) + "\n")
 
 
-def saved(folder: str) -> None:
-    """Trains in two processes; of the first epoch a server is killed, of the second one rank 1, behind a checkpoint."""
+def saved(folder: str, lost: str) -> None:
+    """Trains in two processes; behind a checkpoint of the first epoch a server is killed, and where "server and rank"
+    are `lost`, rank 1 of the second one."""
     epoch, rank = int(os.environ["BRAIDAX_EPOCH"]), jax.process_index()
     mesh = jax.make_mesh((2,), ("data",))
     with (
@@ -58,7 +59,7 @@ def saved(folder: str) -> None:
         for number, batch in enumerate(batches(NUM_STEPS)[begun:], begun):
             if number == DEADLY and epoch == 0 and rank == 0:
                 kill(pid_of_server(0))
-            if number == DEADLY and epoch == 1 and rank == 1:
+            if number == DEADLY and epoch == 1 and rank == 1 and lost == "server and rank":
                 kill(os.getpid())
             state, metrics = step.update(state, place(batch, step.batch_shardings))
             losses.append(float(metrics["loss"]))

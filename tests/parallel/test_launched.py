@@ -87,14 +87,19 @@ def assert_trained_by_workers(log: str) -> None:
         assert "the 2 servers of braidax launch serve another step of this process: expected one" in one["refused"]
 
 
+@pytest.mark.parametrize(
+    "lost",
+    ["server", pytest.param("server and rank", marks=pytest.mark.slow)],  # tests/gang has ranks that die
+)
 def test_training_goes_on_from_the_checkpoint_when_a_server_dies_and_when_a_rank_does(
-    launched: Launch, tmp_path: Any
+    launched: Launch, tmp_path: Any, lost: str
 ) -> None:
-    code, log = launched("saved", str(tmp_path), processes=2, servers=1, restarts=2, initialize="jax")
+    restarts = len(lost.split(" and "))
+    code, log = launched("saved", str(tmp_path), lost, processes=2, servers=1, restarts=restarts, initialize="jax")
     assert code == 0, log
     died = r"braidax launch: {} \(pid \d+\) failed first: it was ended by signal 9"
     assert re.search(died.format("server 0"), log), log
-    assert re.search(died.format("rank 1"), log), log
+    assert bool(re.search(died.format("rank 1"), log)) == (lost == "server and rank"), log
     assert_trained(log, begun=SAVED)
 
 
@@ -127,7 +132,7 @@ def test_hosts_have_servers_beside_ranks_and_alone(launched_over_ssh: Launch) ->
 @pytest.mark.slow
 def test_a_server_of_a_host_dies_and_then_a_rank(launched_over_ssh: Launch, tmp_path: Any) -> None:
     hosts = [Host("a", (0, 1)), Host("b", num_servers=1)]
-    code, log = launched_over_ssh("saved", str(tmp_path), hosts=hosts, restarts=2, initialize="jax")
+    code, log = launched_over_ssh("saved", str(tmp_path), "server and rank", hosts=hosts, restarts=2, initialize="jax")
     assert code == 0, log
     died = r"braidax launch: {} pid \d+\) failed first: it was ended by signal 9"
     assert re.search(died.format(r"server 0 \(host b,"), log), log

@@ -1,6 +1,7 @@
 """Tables on the disks of servers: the numbers are those of memory, and nothing is left in the folder."""
 
 import errno
+import itertools
 import os
 import re
 from pathlib import Path
@@ -49,18 +50,19 @@ def assert_same(one: Any, two: Any) -> None:
 
 
 def trained(gang: LocalGang, case: str, places: list[str | None], saved: Path) -> list[Any]:
-    """Trains two updates in each of some places, from checkpoint to checkpoint."""
-    found: list[Any] = []
-    for number, place in enumerate(places):
+    """Trains two updates in each of some places, from checkpoint to checkpoint where the place changes."""
+    found, seeds = list[Any](), iter(range(2 * len(places)))
+    for place, same in itertools.groupby(places):
         with make_step(case, gang, place) as step, Checkpointer(saved, Every(1)) as saver:
             assert ("on disk" in str(step.plan)) is (place is not None)
             state = step.init(jax.random.key(1))
-            state = saver.restore((step.state_specs, step.tables))[0] if number else state
-            for seed in (2 * number, 2 * number + 1):
-                state, metrics = step.update(state, make_batch(seed))
-                found.append(float(metrics["loss"]))
-            step.finish()
-            found += numbers(step, state)
+            state = saver.restore((step.state_specs, step.tables))[0] if found else state
+            for _ in same:
+                for seed in itertools.islice(seeds, 2):
+                    state, metrics = step.update(state, make_batch(seed))
+                    found.append(float(metrics["loss"]))
+                step.finish()
+                found += numbers(step, state)
             saver.save((state, step.tables))
     return found
 
@@ -69,11 +71,10 @@ def trained(gang: LocalGang, case: str, places: list[str | None], saved: Path) -
 def test_training_is_that_of_memory_and_checkpoints_fit_both(
     gangs: dict[int, LocalGang], tmp_path: Path, case: str
 ) -> None:
-    """All in memory, all on disk, and from the disk to memory and back."""
+    """All in memory, and from the disk to memory and back."""
     disk = tmp_path / "disk"
     disk.mkdir()
     expected = trained(gangs[2], case, [None, None, None], tmp_path / "memory")
-    assert_same(trained(gangs[2], case, [str(disk)], tmp_path / "on"), expected[: len(expected) // 3])
     assert_same(trained(gangs[2], case, [str(disk), None, str(disk)], tmp_path / "both"), expected)
     assert list(disk.iterdir()) == []
 
@@ -128,30 +129,29 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_parallelize_says_what_a_server_lacks_and_the_gang_goes_on(tmp_path: Path) -> None:
+def test_parallelize_says_what_a_server_lacks_and_the_gang_goes_on(gangs: dict[int, LocalGang], tmp_path: Path) -> None:
     def huge(key: jax.Array) -> Any:
         return {**init(key), "other": jnp.zeros((1 << 30, 1 << 20))}
 
     def squared(params: Any, batch: Any) -> Any:
         return jnp.square(params["other"][batch["ids"]]).mean()
 
-    disk = str(tmp_path)
-    with LocalGang(1) as gang:
-        words = rf"OSError.*disk='{re.escape(disk)}'.*for other, float32\[1073741824, 1048576\], part 0 of 1: "
-        with pytest.raises(CallFailed, match=words + r"[\d,]+ bytes are needed, and [\d,]+ are free"):
-            bx.parallelize(
-                squared,
-                CASES["adam"][0],
-                make_mesh("8 explicit"),
-                {"data": bx.Hybrid(tables=bx.Served(disk=disk))},
-                init=huge,
-                batch=specs(make_batch()),
-                servers=gang,
-            )
-        with pytest.raises(CallFailed, match=r"ArgumentError.*expected a folder.*make it on the host of each server"):
-            make_step("adam", gang, str(tmp_path / "none"))
-        with make_step("adam", gang, disk) as step:
-            assert int(step.init(jax.random.key(0)).step) == 0
+    gang, disk = gangs[1], str(tmp_path)
+    words = rf"OSError.*disk='{re.escape(disk)}'.*for other, float32\[1073741824, 1048576\], part 0 of 1: "
+    with pytest.raises(CallFailed, match=words + r"[\d,]+ bytes are needed, and [\d,]+ are free"):
+        bx.parallelize(
+            squared,
+            CASES["adam"][0],
+            make_mesh("8 explicit"),
+            {"data": bx.Hybrid(tables=bx.Served(disk=disk))},
+            init=huge,
+            batch=specs(make_batch()),
+            servers=gang,
+        )
+    with pytest.raises(CallFailed, match=r"ArgumentError.*expected a folder.*make it on the host of each server"):
+        make_step("adam", gang, str(tmp_path / "none"))
+    with make_step("adam", gang, disk) as step:
+        assert int(step.init(jax.random.key(0)).step) == 0
 
 
 @pytest.mark.parametrize("disk", ["", 3, Path("rows")])

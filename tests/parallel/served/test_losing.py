@@ -77,6 +77,7 @@ def assert_equal(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.slow  # test_replaced.py has two that are lost, and others in their place
 @pytest.mark.parametrize(("optimizer", "seed"), drawn_cases("clipped", 40))
 def test_a_lost_server_changes_no_bit(expected: Callable[[str], Any], optimizer: str, seed: int) -> None:
     """One of three, at a step or a moment that the seed draws; and another one that has no part without a copy."""

@@ -276,22 +276,23 @@ def test_all_rows_heal_what_lacks(gang: LocalGang, tmp_path: Path) -> None:
         assert_published(tmp_path, step)
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "link", "lock"])
-def test_files_of_others_are_left_alone(gang: LocalGang, tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "published"
-    folder.mkdir()
-    other = folder / {"file": "notes.txt", "folder": "tables-00000000.base", "link": ".lock", "lock": ".lock"}[kind]
-    if kind == "folder":
-        other.mkdir()
-    elif kind == "link":
-        other.symlink_to(tmp_path / "elsewhere")
-    else:
-        other.write_text("mine")
+def test_files_of_others_are_left_alone(gang: LocalGang, tmp_path: Path) -> None:
+    names = {"file": "notes.txt", "folder": "tables-00000000.base", "link": ".lock", "lock": ".lock"}
     with make_step(gang) as step:
         step.init(jax.random.key(0))
-        with pytest.raises(ArgumentError, match=rf"folder=.* has {other.name}, which no step has published: expected"):
-            step.publish(folder)
-    assert [*folder.iterdir()] == [other]
+        for kind, name in names.items():
+            folder = tmp_path / kind
+            folder.mkdir()
+            other = folder / name
+            if kind == "folder":
+                other.mkdir()
+            elif kind == "link":
+                other.symlink_to(tmp_path / "elsewhere")
+            else:
+                other.write_text("mine")
+            with pytest.raises(ArgumentError, match=rf"folder=.* has {name}, which no step has published: expected"):
+                step.publish(folder)
+            assert [*folder.iterdir()] == [other]
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -351,7 +352,7 @@ from tests.parallel.served.test_publishing import BATCHES, make_step
 
 if __name__ == "__main__":
     folder = sys.argv[1]
-    with LocalGang(2) as gang, make_step(gang) as step:
+    with LocalGang(1) as gang, make_step(gang) as step:
         state = step.init(jax.random.key(0))
         step.publish(folder)
         state, _ = step.update(state, BATCHES[0])

@@ -132,6 +132,7 @@ def own_pid(comm: Communicator) -> int:
     return os.getpid()
 
 
+@pytest.mark.slow  # test_losing.py has both servers of a part, workers/test_losing.py these words
 def test_a_server_that_dies_is_told_of_at_once() -> None:
     with LocalGang(2) as gang:
         pids = gang.run(own_pid)
@@ -164,7 +165,7 @@ def test_what_is_also_used_whole_stays_dense() -> None:
     assert {str(one.placements[0]) for one in step.plan.variables if one.path == "params/table"} == {"replicated"}
 
 
-def test_a_server_without_memory_is_named_and_the_gang_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_memory_is_named_and_the_gang_goes_on(gangs: dict[int, LocalGang]) -> None:
     """What could not begin leaves the ranks free for the next step."""
 
     def huge(key: jax.Array) -> Any:
@@ -173,16 +174,15 @@ def test_a_server_without_memory_is_named_and_the_gang_goes_on(monkeypatch: pyte
     def squared(params: Any, batch: Any) -> Any:
         return jnp.square(params["other"][batch["ids"]]).mean()
 
-    with LocalGang(1) as gang:
-        with pytest.raises(CallFailed, match=r"no memory for its part of other, float32.*: give more servers"):
-            bx.parallelize(
-                squared,
-                OPTIMIZERS["sgd"],
-                make_mesh("8 explicit"),
-                SERVED,
-                init=huge,
-                batch=specs(make_batch()),
-                servers=gang,
-            )
-        with make_step(gang) as step:
-            assert int(step.init(jax.random.key(0)).step) == 0
+    with pytest.raises(CallFailed, match=r"no memory for its part of other, float32.*: give more servers"):
+        bx.parallelize(
+            squared,
+            OPTIMIZERS["sgd"],
+            make_mesh("8 explicit"),
+            SERVED,
+            init=huge,
+            batch=specs(make_batch()),
+            servers=gangs[1],
+        )
+    with make_step(gangs[1]) as step:
+        assert int(step.init(jax.random.key(0)).step) == 0

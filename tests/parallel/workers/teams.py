@@ -1,5 +1,6 @@
 """Workers of one run, as threads of this process: each has a step, a mesh and a connection of its own."""
 
+import functools
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -95,15 +96,24 @@ def on_one_device(
 
     **Arguments:** `told`: in place of losses. `more`: of `parallelize`.
     """
-    strategies = {"data": bx.DataParallel()}
-    made: Any = {"init": init, "batch": spec(len(data[0]["target"])), "microbatches": microbatches}
-    made |= {"metrics": [told] if told == "grad_norm" else [], **more}
-    step: Any = bx.parallelize(fn, {**OPTIMIZERS, **SUMMED}[optimizer], one_device(), strategies, **made)
+    made = _alone if more else _alone_once
+    step = made(optimizer, len(data[0]["target"]), microbatches, fn, told, **more)
     state, losses = step.init(jax.random.key(0)), list[float]()
     for batch in data:
         state, metrics = step.update(state, batch)
         losses.append(float(metrics[told]))
     return losses, jax.tree.map(np.asarray, state.params)
+
+
+def _alone(optimizer: str, size: int, microbatches: int, fn: Any, told: str, **more: Any) -> Any:
+    """A step on one device, which keeps no state."""
+    strategies = {"data": bx.DataParallel()}
+    made: Any = {"init": init, "batch": spec(size), "microbatches": microbatches}
+    made |= {"metrics": [told] if told == "grad_norm" else [], **more}
+    return bx.parallelize(fn, {**OPTIMIZERS, **SUMMED}[optimizer], one_device(), strategies, **made)
+
+
+_alone_once = functools.cache(_alone)
 
 
 def team(gang: Gang, workers: int, work: Callable[[int, Any], Any]) -> list[Any]:

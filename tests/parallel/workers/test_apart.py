@@ -150,6 +150,7 @@ def trained_by(comm: Communicator, seat: bx.Meeting, staleness: int | None, coun
         return losses
 
 
+@pytest.mark.slow  # test_killed.py and test_summed.py have one that waits for nobody, and one that all wait for
 @pytest.mark.parametrize(
     "staleness",
     [

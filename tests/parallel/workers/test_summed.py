@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -34,9 +33,8 @@ NUM_STEPS, DEADLY, LIMIT = 8, 4, 60
 
 
 @pytest.fixture(scope="module")
-def gang() -> Iterator[LocalGang]:
-    with LocalGang(2) as gang:
-        yield gang
+def gang(gangs: dict[int, LocalGang]) -> LocalGang:
+    return gangs[2]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def trained(workers: int, optimizer: str, data: list[Any], fn: Any = loss, **mor
         (1, "sgd"),
         (2, "adagrad"),
         (2, "scheduled"),
-        (4, "adam"),
+        pytest.param(4, "adam", marks=pytest.mark.slow),  # below three workers
         *(pytest.param(2, one, marks=pytest.mark.slow) for one in ("sgd", "adam")),
     ],
 )
@@ -65,7 +65,7 @@ def test_on_any_number_of_servers(gangs: dict[int, LocalGang], servers: int) -> 
         check_equal(gangs[servers], workers, "adam")
 
 
-@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("servers", [*(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2)), 3])
 def test_servers_sum_over_all_gradients(gangs: dict[int, LocalGang], servers: int) -> None:
     """Of the mean of all workers: a row that several of them have counts once."""
     cases = itertools.cycle(itertools.product(SUMMED, [loss, dense_loss]))
