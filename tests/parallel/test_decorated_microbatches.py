@@ -14,7 +14,7 @@ from braidax.program import collectives_of, total_sent
 from tests.parallel.models import assert_close, copied, make_mesh
 
 BATCH, PIECES, ROWS = 32, 2, 64
-OPTIMIZER = optax.adamw(1e-2, eps=1e-4)
+OPTIMIZER = optax.sgd(1e-2, momentum=0.9)
 ALL = bx.FullySharded(min_bytes=0)
 
 

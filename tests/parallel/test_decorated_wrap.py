@@ -17,7 +17,7 @@ from tests.parallel.models import copied, make_mesh
 
 ROWS, WIDTH, LENGTH = 408, 16, 4
 SHARDED = bx.FullySharded(min_bytes=0)
-OPTIMIZER = optax.adam(1e-2)
+OPTIMIZER = optax.sgd(1e-2, momentum=0.9)  # rows that lag behind are brought up by less of a program than Adam's
 
 
 def logits_of(params: Any, ids: jax.Array) -> jax.Array:

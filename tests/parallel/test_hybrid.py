@@ -133,9 +133,9 @@ def assert_as_on_one_device(step: bx.Step, loss: Any, optimizer: Any, *, num_upd
 SLOW = pytest.mark.slow  # a case like others, which is compiled and run nightly
 
 
-# Momentum catches up with missed steps in half of what Adam compiles; test_hybrid_optimizers.py has Adam.
+# Momentum, which catches up with missed steps, is in test_hybrid_clipping.py, and Adam in test_hybrid_optimizers.py.
 @pytest.mark.parametrize(
-    "optimizer", [name if name == "momentum" else pytest.param(name, marks=SLOW) for name in OPTIMIZERS]
+    "optimizer", [name if name == "sgd" else pytest.param(name, marks=SLOW) for name in OPTIMIZERS]
 )
 def test_every_optimizer(optimizer: str) -> None:
     step = make_step(pooled, OPTIMIZERS[optimizer])
@@ -254,7 +254,7 @@ def test_memory_does_not_grow_with_the_table() -> None:
 
 
 def test_an_update_compiles_once() -> None:
-    step = make_step(pooled, OPTIMIZERS["momentum"])  # what test_every_optimizer has compiled
+    step = make_step(pooled, OPTIMIZERS["sgd"])  # what test_every_optimizer has compiled
     state = step.init(jax.random.key(0))
     with jax.log_compiles(False):
         for seed in range(3):

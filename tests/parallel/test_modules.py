@@ -48,6 +48,9 @@ def nnx_step(model: Net, optimizer: nnx.Optimizer, metrics: nnx.MultiMetric, bat
     return loss, out
 
 
+nnx_alone = nnx.jit(nnx_step)  # on one device, and compiled once for all tests
+
+
 def make_nnx() -> Any:
     model = Net(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
@@ -67,9 +70,8 @@ def make_nnx() -> Any:
 def test_a_step_of_nnx_changes_its_objects(strategy: Any, wrap: Any) -> None:
     alone, ours = make_nnx(), make_nnx()
     train_step = bx.parallelize(make_mesh("4x2 explicit"), {"data": strategy})(wrap(nnx_step))
-    on_one = nnx.jit(nnx_step)
     for batch in batches():
-        expected, found = on_one(*alone, batch), train_step(*ours, batch)
+        expected, found = nnx_alone(*alone, batch), train_step(*ours, batch)
         assert_close(copied(found), copied(expected), atol=1e-5)
     assert_close(copied(nnx.state(ours)), copied(nnx.state(alone)), atol=1e-5)
     (shard, *_) = ours[0].first.kernel[...].addressable_shards
@@ -88,7 +90,7 @@ def test_objects_in_one_state_come_back_as_themselves() -> None:
     for batch in batches(2):
         new, metrics = train_step(state, batch)
         assert new is state
-        np.testing.assert_allclose(metrics["loss"], nnx.jit(nnx_step)(*alone, batch)[0], rtol=1e-5)
+        np.testing.assert_allclose(metrics["loss"], nnx_alone(*alone, batch)[0], rtol=1e-5)
 
 
 def test_what_a_module_consists_of_stays() -> None:
@@ -132,6 +134,9 @@ def eqx_step(model: Model, opt_state: Any, key: Any, x: Any, y: Any) -> Any:
     return eqx.apply_updates(model, updates), opt_state, key, loss
 
 
+eqx_alone = eqx.filter_jit(eqx_step)
+
+
 def make_eqx() -> Any:
     model = Model(jax.random.key(0))
     return model, ADAM.init(eqx.filter(model, eqx.is_array)), jax.random.key(1)
@@ -150,9 +155,8 @@ def with_names(model: Any, opt_state: Any, key: Any, x: Any, y: Any) -> Any:
 def test_a_step_of_equinox(wrap: Any) -> None:
     alone, ours = make_eqx(), make_eqx()
     train_step = bx.parallelize(make_mesh("8 explicit"), {"data": ALL}, batch=("x", "y"))(wrap(eqx_step))
-    on_one = eqx.filter_jit(eqx_step)
     for batch in batches():
-        *alone, expected = on_one(*alone, **batch)
+        *alone, expected = eqx_alone(*alone, **batch)
         *ours, found = train_step(*ours, batch["x"], batch["y"])
         np.testing.assert_allclose(found, expected, rtol=1e-5)
     arrays = [copied(eqx.filter(state, eqx.is_array)) for state in (ours, alone)]

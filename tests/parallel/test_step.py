@@ -1,6 +1,7 @@
 """A step on any mesh is the step on one device."""
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.parallel.models import (
 )
 
 DATA = {"data": bx.DataParallel()}
+ADAMW = optax.adamw(1e-2)
 # One mesh of each shape and of each kind; dropout is compared on all below, and the others train nightly.
 ON_MESHES = [
     name if name in ("8 explicit", "4x2 auto") else pytest.param(name, marks=pytest.mark.slow) for name in MESHES
@@ -40,8 +42,14 @@ NUM_UPDATES = 3
 
 def make_step(loss: Any = masked_loss, mesh: str = "4x2 explicit", **options: Any) -> bx.Step:
     options = {"init": init, "batch": specs(make_batch()), "strategies": DATA, **options}
-    strategies, optimizer = options.pop("strategies"), options.pop("optimizer", optax.adamw(1e-2))
+    strategies, optimizer = options.pop("strategies"), options.pop("optimizer", ADAMW)
     return bx.parallelize(loss, optimizer, make_mesh(mesh), strategies, **options)
+
+
+@functools.cache
+def shared() -> bx.Step:
+    """A step that several tests take updates by: it keeps no state."""
+    return make_step()
 
 
 def run(step: bx.Step, batches: list[Any], state: bx.State) -> tuple[bx.State, list[Any]]:
@@ -62,7 +70,7 @@ def test_updates_equal_one_device(mesh: str) -> None:
     step = make_step(mesh=mesh)
     state = step.init(jax.random.key(1))
     batches = [make_batch(seed) for seed in range(NUM_UPDATES)]
-    params, _, metrics = single_device(plain, optax.adamw(1e-2), state, batches)
+    params, _, metrics = single_device(plain, ADAMW, state, batches)
     state, got = run(step, batches, state)
     assert_close(state.params, params)
     assert_close(got, metrics)
@@ -76,7 +84,7 @@ def test_batch_split_over_both_axes_means_the_same(mesh: str) -> None:
     step = make_step(mesh=mesh, strategies=both)
     assert step.batch_shardings["ids"].spec == PartitionSpec(("data", "model"))
     state = step.init(jax.random.key(1))
-    params, _, metrics = single_device(plain, optax.adamw(1e-2), state, [make_batch()])
+    params, _, metrics = single_device(plain, ADAMW, state, [make_batch()])
     state, got = run(step, [make_batch()], state)
     assert_close(state.params, params)
     assert_close(got, metrics)
@@ -124,7 +132,7 @@ def test_microbatches_equal_one_device_with_the_same_ones(mesh: str) -> None:
     step = make_step(mesh=mesh, microbatches=num)
     state = step.init(jax.random.key(1))
     batches = [make_batch(seed) for seed in range(NUM_UPDATES)]
-    params, _, metrics = single_device(accumulated, optax.adamw(1e-2), state, batches)
+    params, _, metrics = single_device(accumulated, ADAMW, state, batches)
     state, got = run(step, batches, state)
     assert_close(state.params, params)
     assert_close(got, metrics)
@@ -181,7 +189,7 @@ def test_steady_state_neither_retraces_nor_compiles() -> None:
 
 
 def test_the_old_state_gives_its_memory_to_the_new_one() -> None:
-    step = make_step()
+    step = shared()
     old = step.init(jax.random.key(0))
     new, _ = step.update(old, make_batch())
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((old.step, old.params, old.opt_state)))
@@ -193,7 +201,7 @@ def test_the_old_state_gives_its_memory_to_the_new_one() -> None:
 
 
 def test_before_apply_runs_while_the_old_state_is_whole() -> None:
-    step = make_step()
+    step = shared()
     state = step.init(jax.random.key(0))
     seen: list[Any] = []
 
@@ -207,7 +215,7 @@ def test_before_apply_runs_while_the_old_state_is_whole() -> None:
 
 
 def test_an_error_in_before_apply_leaves_the_state_usable() -> None:
-    step = make_step()
+    step = shared()
     state = step.init(jax.random.key(0))
 
     def fail() -> None:
@@ -219,7 +227,7 @@ def test_an_error_in_before_apply_leaves_the_state_usable() -> None:
 
 
 def test_host_and_misplaced_batches_are_brought_to_their_place() -> None:
-    step = make_step()
+    step = shared()
     batch = make_batch()
     on_one_device = jax.device_put(batch, jax.devices()[3])
     in_place = jax.device_put(batch, step.batch_shardings)
@@ -248,7 +256,7 @@ def test_a_step_runs_in_the_context_of_a_mesh_too() -> None:
     with jax.set_mesh(make_mesh()):
         step = make_step()
         state, metrics = step.update(step.init(jax.random.key(1)), make_batch())
-    outside = make_step()
+    outside = shared()
     other, other_metrics = outside.update(outside.init(jax.random.key(1)), make_batch())
     assert_close(copied(state), copied(other), atol=0)
     assert_close(metrics, other_metrics, atol=0)
@@ -368,7 +376,7 @@ def test_collectives_in_a_loss_for_pmap_mean_the_global_batch(axis: str) -> None
 
     step, batches = make_step(loss), [make_batch(seed) for seed in range(NUM_UPDATES)]
     state = step.init(jax.random.key(0))
-    params, _, metrics = single_device(reference, optax.adamw(1e-2), state, batches)
+    params, _, metrics = single_device(reference, ADAMW, state, batches)
     state, got = run(step, batches, state)
     assert_close(state.params, params)
     assert_close(got, metrics)
@@ -434,7 +442,7 @@ def test_equinox_partitioned() -> None:
 
     step = make_step(loss, init=begin, batch=specs(batches[0]))
     state = step.init(jax.random.key(0))
-    params, _, metrics = single_device(reference, optax.adamw(1e-2), state, batches)
+    params, _, metrics = single_device(reference, ADAMW, state, batches)
     state, got = run(step, batches, state)
     assert_close(state.params, params)
     assert_close(got, metrics)
@@ -541,7 +549,7 @@ def test_what_cannot_work_is_refused_before_anything_runs(
 
 
 def test_other_batches_states_and_keys_are_refused() -> None:
-    step = make_step()
+    step = shared()
     state = step.init(jax.random.key(0))
     batch = make_batch()
     with pytest.raises(ArgumentError, match=r"batch/ids is int32\[8, 5\], expected int32\[16, 5\].*parallelize"):
@@ -571,7 +579,7 @@ def test_an_optimizer_that_changes_its_state_s_form_is_refused() -> None:
 
 
 def test_a_state_that_was_given_up_is_refused() -> None:
-    step = make_step()
+    step = shared()
     state = step.init(jax.random.key(0))
     step.update(state, make_batch())
     for use in (step.update, step.evaluate):
@@ -580,7 +588,7 @@ def test_a_state_that_was_given_up_is_refused() -> None:
 
 
 def test_a_misplaced_state_is_brought_to_its_place_and_the_original_stays() -> None:
-    step = make_step()
+    step = shared()
     state = step.init(jax.random.key(0))
     mine = on_one_device(state)
     expected, _ = step.update(state, make_batch())
@@ -599,7 +607,7 @@ def test_metrics_that_show_parameters_outlive_them() -> None:
 
 
 def test_numpy_s_wide_types_are_taken_as_jax_takes_them() -> None:
-    step = make_step()
+    step = shared()
     batch = make_batch()
     wide = {"ids": batch["ids"].astype(np.int64), "target": batch["target"].astype(np.float64), "mask": batch["mask"]}
     _, one = step.update(step.init(jax.random.key(0)), batch)

@@ -1,5 +1,6 @@
 """A decorated training step on any mesh is the undecorated one on one device."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,6 +47,12 @@ def train_step(state: Training, batch: Any) -> tuple[Training, dict[str, Any]]:
         "again": again,
         **aux,
     }
+
+
+@functools.cache
+def shared() -> Any:
+    """A step of which tests take updates; it keeps no state."""
+    return bx.parallelize(make_mesh(), DATA)(train_step)
 
 
 def step_with(mean: Callable[[Any], Any]) -> Callable[[Training, Any], tuple[Training, dict[str, Any]]]:
@@ -102,7 +109,7 @@ def test_a_mean_over_the_axis_of_pmap_is_the_value_itself(wrap: Any) -> None:
 
 
 def test_before_apply_runs_between_the_two_and_donation_happens() -> None:
-    step = bx.parallelize(make_mesh(), DATA)(train_step)
+    step = shared()
     state, _ = step(begin(), make_batch())
     before, seen = copied(state), []
     new, _ = step.update(state, make_batch(1), before_apply=lambda: seen.append(copied(state)))
@@ -273,7 +280,7 @@ def test_numbers_and_host_arrays_in_the_state_cost_no_second_trace() -> None:
 
 def test_the_first_state_stays_the_user_s() -> None:
     state = begin()
-    bx.parallelize(make_mesh(), DATA)(train_step)(state, make_batch())
+    shared()(state, make_batch())
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
 
 

@@ -64,15 +64,15 @@ def assert_as_on_one_device(
     [
         pytest.param("gpt", "8 explicit", "one axis", marks=SLOW),  # test_decorated.py has it, too
         pytest.param("gpt", "4x2 auto", "two axes", marks=SLOW),
-        ("gpt", "4x2 explicit", "hybrid sharding"),
+        pytest.param("gpt", "4x2 explicit", "hybrid sharding", marks=SLOW),
         pytest.param("gpt", "4x2 explicit", "replicas", marks=SLOW),
         pytest.param("gpt", "4x2 explicit", "not all axes", marks=SLOW),
         pytest.param("gpt, kept", "8 auto", "one axis", marks=SLOW),
         pytest.param("mlp", "8 explicit", "rows", marks=SLOW),
         pytest.param("mlp", "8 auto", "one axis", marks=SLOW),  # and padded below
         pytest.param("mlp", "4x2 explicit", "two axes", marks=SLOW),
-        ("resnet", "8 explicit", "one axis"),
-        pytest.param("resnet", "4x2 explicit", "hybrid sharding", marks=SLOW),
+        pytest.param("resnet", "8 explicit", "one axis", marks=SLOW),
+        ("resnet", "4x2 explicit", "hybrid sharding"),
         ("lstm", "8 auto", "one axis"),
         pytest.param("lstm", "4x2 auto", "two axes", marks=SLOW),
     ],

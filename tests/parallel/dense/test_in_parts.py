@@ -53,7 +53,10 @@ def accumulated(model: Model, state: bx.State, batches: list[Any], microbatches:
         ("lstm", "4x2 auto", {"data": bx.DataParallel(), "model": bx.DataParallel()}),
         pytest.param("resnet", "8 auto", {"data": bx.DataParallel()}, marks=SLOW),
         pytest.param("mlp", "8 auto", {"data": bx.Hybrid({"params/table": bx.Rows()})}, marks=SLOW),
-        pytest.param("gpt", "4x2 explicit", {"data": bx.DataParallel(), "model": bx.FullySharded(min_bytes=0)}),
+        pytest.param(
+            "gpt", "4x2 explicit", {"data": bx.DataParallel(), "model": bx.FullySharded(min_bytes=0)}, marks=SLOW
+        ),
+        ("lstm", "4x2 explicit", {"data": bx.DataParallel(), "model": bx.FullySharded(min_bytes=0)}),
         pytest.param("gpt, kept", "4x2 auto", {"data": bx.DataParallel()}, marks=SLOW),
     ],
 )
@@ -71,7 +74,7 @@ def test_microbatches_are_those_of_one_device(model: str, mesh: str, strategies:
     assert_close(copied(step.to_dense(state).params), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("model", ["gpt", pytest.param("lstm", marks=SLOW)])
+@pytest.mark.parametrize("model", [pytest.param("gpt", marks=SLOW), "lstm"])
 def test_more_microbatches_send_no_more(model: str) -> None:
     one, two = (sent(make_step(MODELS[model], {"data": bx.DataParallel()}, "8 auto", number)) for number in (1, 2))
     assert set(one) == set(two) == {"all-reduce"}

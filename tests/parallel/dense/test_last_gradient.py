@@ -48,7 +48,7 @@ def _loss(form: str) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("form", ["tied", "head", "head first", "used twice"])
+@pytest.mark.parametrize("form", ["tied", pytest.param("head", marks=pytest.mark.slow), "head first", "used twice"])
 def test_it_trains_as_on_one_device(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_gradient, "_LEAST_BYTES", PIECE)
     monkeypatch.setattr(passes, "keeps_order", lambda _: True)

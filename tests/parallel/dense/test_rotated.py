@@ -1,5 +1,6 @@
 """Weights on rings: the numbers of one device, 1/N of everything, and the hops of the formula."""
 
+import functools
 import re
 from functools import partial
 from typing import Any
@@ -204,12 +205,18 @@ def by_heads(heads: int, layers: int = 2) -> Model:
     return Model(loss, init, MODELS["gpt"].batch)
 
 
-@pytest.mark.parametrize("num_devices", [pytest.param(2, marks=SLOW), 8])
-def test_each_part_makes_one_hop_less_than_there_are_devices_each_way(num_devices: int) -> None:
+@functools.cache
+def by_eight_heads(num_devices: int) -> tuple[bx.Step, str]:
+    """A step, which keeps no state, and the text of its gradients."""
     model, mesh = by_heads(8), jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
     batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.batch(0))
     step = bx.parallelize(model.loss, optax.sgd(0.1), mesh, {"data": ALL}, init=model.init, batch=batch)
-    text = step.lower().gradients.compile().as_text() or ""
+    return step, step.lower().gradients.compile().as_text() or ""
+
+
+@pytest.mark.parametrize("num_devices", [pytest.param(2, marks=SLOW), 8])
+def test_each_part_makes_one_hop_less_than_there_are_devices_each_way(num_devices: int) -> None:
+    step, text = by_eight_heads(num_devices)
     sent = dict(total_sent(collectives_of(text)))
     padded = 4 * 16 * (-VOCABULARY % num_devices)
     weights = sum(one.num_bytes for one in step.plan.variables) + padded
@@ -230,8 +237,7 @@ def test_each_part_makes_one_hop_less_than_there_are_devices_each_way(num_device
 
 
 def test_what_is_between_is_never_whole() -> None:
-    step = make_step(by_heads(8), {"data": ALL}, "8 auto", optimizer=optax.sgd(0.1))
-    text = step.lower().gradients.compile().as_text() or ""
+    _, text = by_eight_heads(8)
     shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", text)}
     samples = BATCH // 8
     assert (samples, LENGTH, 16) in shapes
@@ -252,7 +258,7 @@ def test_what_is_taken_apart_goes_around_in_pieces() -> None:
 
 @pytest.mark.parametrize(
     ("model", "whole"),
-    [("gpt", "/bias"), pytest.param("bert", "/bias", marks=SLOW), pytest.param("mlp", "/b", marks=SLOW)],
+    [pytest.param("gpt", "/bias", marks=SLOW), pytest.param("bert", "/bias", marks=SLOW), ("mlp", "/b")],
 )
 def test_a_short_bias_stays_whole_beside_weights_that_go_around(model: str, whole: str) -> None:
     step = make_step(MODELS[model], {"data": bx.RotatedTensorParallel(min_bytes=1000)}, "8 auto", optimizer=OPTIMIZER)
@@ -264,7 +270,7 @@ def test_a_short_bias_stays_whole_beside_weights_that_go_around(model: str, whol
 
 
 def test_evaluation_gathers_nothing() -> None:
-    step = make_step(by_heads(8), {"data": ALL}, "8 auto", optimizer=optax.sgd(0.1))
+    step, _ = by_eight_heads(8)
     state = step.init(jax.random.key(0))
     batch = by_heads(8).batch(0)
     found = step.evaluate(state, batch)["loss"]

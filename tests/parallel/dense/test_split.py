@@ -38,9 +38,9 @@ def placed(step: bx.Step, axis: int = 1) -> dict[str, str]:
     [
         pytest.param("gpt", "4x2 explicit", "and data", marks=SLOW),
         pytest.param("gpt", "4x2 auto", "alone", marks=SLOW),
-        ("gpt, kept", "4x2 auto", "and sharded"),
+        pytest.param("gpt, kept", "4x2 auto", "and sharded", marks=SLOW),
         pytest.param("mlp", "4x2 explicit", "and rows", marks=SLOW),
-        pytest.param("mlp", "4x2 auto", "and sharded", marks=SLOW),
+        ("mlp", "4x2 auto", "and sharded"),
         ("gpt", "4x2 explicit", "by sequence"),
         pytest.param("gpt, fused", "4x2 explicit", "and sharded", marks=SLOW),
         pytest.param("gpt, kept", "4x2 auto", "by sequence", marks=SLOW),

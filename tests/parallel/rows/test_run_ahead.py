@@ -116,7 +116,7 @@ def test_it_trains_as_without(hybrid: bx.Hybrid, options: Any, most_rounds: int)
 
 @pytest.fixture(scope="module")
 def step() -> bx.Step:
-    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=3e-2)
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=3e-2, momentum=0.9)
     return _small(optimizer, replace(BY_HAND, out_of_range="raise"))
 
 

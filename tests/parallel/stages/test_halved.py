@@ -41,12 +41,14 @@ def whole(passes: Passes, taken: Any, incoming: Any, kept: Any, outgoing: Any) -
 @pytest.mark.parametrize(
     ("name", "which", "recompute"),
     [
+        ("layers", 0, False),
         ("layers", 1, False),
+        ("layers", 1, True),
+        pytest.param("gpt", 0, False, marks=pytest.mark.slow),
         ("gpt", 1, False),
-        ("gpt", 1, True),
+        pytest.param("gpt", 1, True, marks=pytest.mark.slow),
         ("gpt", 2, False),
         ("residual", 1, False),
-        ("gpt", 0, False),
     ],
 )
 def test_halves_equal_the_whole(name: str, which: int, recompute: bool) -> None:

@@ -1,5 +1,6 @@
 """Losses in stages for the tests of what runs schedules, with what one device computes of them."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ class Case(NamedTuple):
         return gradients, variables, metrics
 
 
+@functools.cache
 def mlp(count: int = 8, width: int = 4, samples: int = 16) -> Case:
     """Layers with dropout, weights that the first and the last share, a value that goes past all; a masked mean."""
 
@@ -82,6 +84,7 @@ def small_gpt(num_layers: int = 4, samples: int = 16) -> Case:
     return Case(loss, params, variables, batch, key)
 
 
+@functools.cache
 def looped(num_layers: int = 4, width: int = 4, samples: int = 16) -> Case:
     """Layers in a loop, whose weights are stacked."""
 

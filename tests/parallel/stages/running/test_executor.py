@@ -89,7 +89,7 @@ def test_layers_in_a_loop_with_tied_embeddings(schedule: Schedule) -> None:
 
 
 def test_several_devices_a_stage_divide_the_samples_and_one_stage_runs_again() -> None:
-    case = mlp(4)
+    case = mlp(2)
     run = pipelined(case, one_forward_one_backward(2, 4), inner=2, recompute=(True, False))
     assert [len(one.ran_shardings.kept) > 0 for one in run.stage_programs] == [False, True]
     check(run, case, case.expected(4))
@@ -149,7 +149,7 @@ def test_variables_change_with_each_microbatch_where_they_lie() -> None:
 
 
 def test_nothing_is_traced_or_compiled_again() -> None:
-    case = mlp(4)
+    case = mlp(2)
     run = pipelined(case, zero_bubble_h1(2, 4))
     given = *placed(run, case), *key_and_batch(run, case)
     with recorded_events() as first:
@@ -163,7 +163,7 @@ def test_nothing_is_traced_or_compiled_again() -> None:
 
 
 def test_memory_of_sums_and_of_what_came_in_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = mlp(4)
+    case = mlp(2)
     run = pipelined(case, one_forward_one_backward(2, 4))
     dead: list[Any] = []
     for own in run.stage_programs:
@@ -183,7 +183,7 @@ def test_memory_of_sums_and_of_what_came_in_is_used_again(monkeypatch: pytest.Mo
 
 
 def test_each_leaf_of_a_batch_goes_to_the_stages_that_use_it() -> None:
-    case = mlp(4)
+    case = mlp(2)
     run = pipelined(case, gpipe(2, 4))
     assert run.batch_homes == [1, 0, 1]  # mask, x, y
     assert [sorted(one.batch) for one in run.feeding] == [[1], [0, 2]]
