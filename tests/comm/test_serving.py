@@ -17,7 +17,7 @@ from braidax.comm.serving.server import Requests
 from braidax.comm.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
 from braidax.errors import Aborted, ArgumentError, CallFailed, CommError, WaitTimeout
-from tests.comm.ranks import outcomes, results
+from tests.comm.ranks import in_turns, outcomes, results
 from tests.comm.transports.tcps import IN_PYTHON
 
 TRANSPORTS = ["in-process", "tcp", "ucx"]
@@ -83,8 +83,7 @@ def test_what_a_value_becomes_after_the_limit_is_not_sent(transport: str) -> Non
     assert seen == [True, True, True]  # two small ones whose asker has gone, and the last
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("transport", "seed"), in_turns(TRANSPORTS, range(3), every=3))
 def test_whatever_limits_pass_values_stay_whole(transport: str, seed: int) -> None:
     """Limits that end anywhere in a request: those that are answered are answered right, and the server lives."""
 

@@ -59,7 +59,11 @@ def join(members: list[Member], stances: list[str], *, epoch: int = 0, **given: 
 
 @pytest.mark.parametrize(
     "stances",
-    [["recv", "idle"], ["all_reduce", "idle", "all_reduce"], ["operations"] * 3],
+    [
+        pytest.param(["recv", "idle"], marks=pytest.mark.slow),
+        ["all_reduce", "idle", "all_reduce"],
+        ["operations"] * 3,
+    ],
     ids=["two", "three", "busy"],
 )
 def test_hosts_that_are_cut_off(stances: list[str], tmp_path: Path) -> None:

@@ -25,6 +25,13 @@ _NEVER = 9  # a tag under which nobody sends
 _LARGE = 1 << 20  # numbers: more than the transport takes of what nobody asks for
 
 
+def in_turn(turn: int) -> list[Any]:
+    """Returns two of the transports, and the others in the long run. **Arguments:** `turn`: 0 or 1, which two."""
+    return [
+        pytest.param(one, marks=() if place % 2 == turn else pytest.mark.slow) for place, one in enumerate(TRANSPORTS)
+    ]
+
+
 def world(size: int, call: Callable[[Communicator], Any], transport: str = IN_C, **options: Any) -> list[Any]:
     """Runs a function on every rank of such a world. **Returns:** what each returned."""
     return results(size, call, transport=transport, on_loss="peer", **options)
@@ -131,7 +138,7 @@ def test_whoever_waits_for_a_lost_rank_hears_so_and_all_else_goes_on(wait: str, 
     world(4, run, transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", in_turn(1))
 def test_who_waits_in_a_collective_for_a_living_rank_hears_so(transport: str) -> None:
     """Rank 3 never comes either: what rank 0 waits for in the collective is a living one, and it must not."""
 
@@ -156,7 +163,7 @@ def test_who_waits_in_a_collective_for_a_living_rank_hears_so(transport: str) ->
     world(4, run, transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", in_turn(0))
 def test_an_abort_ends_what_others_do_with_that_rank(transport: str) -> None:
     split = threading.Barrier(3)
 
@@ -192,7 +199,7 @@ def test_what_is_raised_in_the_with_block_ends_this_rank_alone() -> None:
     assert isinstance(found[2], ValueError)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", in_turn(1))
 def test_ranks_that_disagree_end_the_collectives_of_their_group_alone(transport: str) -> None:
     def run(comm: Communicator) -> None:
         two = comm.split(comm.rank // 2)
@@ -215,7 +222,7 @@ def test_ranks_that_disagree_end_the_collectives_of_their_group_alone(transport:
     world(4, run, transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", in_turn(0))
 def test_a_limit_that_passes_in_a_collective_ends_those_of_its_group_alone(transport: str) -> None:
     over = threading.Event()
 
@@ -243,7 +250,7 @@ def test_a_limit_that_passes_in_a_collective_ends_those_of_its_group_alone(trans
     assert time.monotonic() - began < 8  # closing does not wait for what nobody takes
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", in_turn(1))
 def test_a_limit_that_passes_between_two_ends_nothing_and_loses_no_message(transport: str) -> None:
     late = threading.Barrier(2)
 
@@ -326,7 +333,7 @@ def test_a_receive_that_was_given_up_and_is_too_short_now() -> None:
     world(2, run)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", in_turn(0))
 def test_a_stream_that_is_left_ends_those_of_its_group_alone(transport: str) -> None:
     def run(comm: Communicator) -> None:
         two = comm.split(comm.rank // 2)

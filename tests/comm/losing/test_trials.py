@@ -184,7 +184,7 @@ def harbor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harbor]:
 )
 def test_all_others_go_on(fault: Fault, transport: str, harbor: Harbor) -> None:
     with harbor.crew() as crew, Relay() as relay:
-        for seed in (0, 1):
+        for seed in (0, 1) if fault == "kill" else (0,):  # of others all must wait until they have been silent
             attempt(crew, relay, drawn(fault, seed, transport))
 
 

@@ -170,6 +170,7 @@ def test_a_watcher_that_is_gone_or_stalls_changes_nothing(
     check_is_told(gang, monkeypatch, tmp_path)
 
 
+@pytest.mark.slow  # ranks of a gang of processes tell above
 def test_ranks_on_dask_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed")
     from braidax.gang.dask import DaskGang
