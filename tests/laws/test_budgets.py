@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.laws.tree import ROOT, SRC, Definition, decorators, definitions, imports, is_dunder, modules
-from tests.suite_time import BUDGET_SECONDS, LONG_FILES, begin_long_ones_first, over_budget
+from tests.suite_time import BUDGET_SECONDS, LONG_FILES, SAME_GANGS, begin_long_ones_first, over_budget
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -225,10 +225,19 @@ def test_long_files_begin_first() -> None:
     assert [item.location[1] for item in items] == [4, 5, 3, 1, 2, 0]
 
 
+def test_files_that_share_gangs_come_one_after_the_other() -> None:
+    assert [path for path in SAME_GANGS if not (ROOT / path).exists()] == []
+    served, long, other = "tests/parallel/served/test_disk.py", "tests/parallel/workers/test_apart.py", "tests/a.py"
+    paths = [other, other, other, LONG_FILES[0], served, served, long]
+    items: Any = [SimpleNamespace(location=(path, number, "")) for number, path in enumerate(paths)]
+    begin_long_ones_first(items)
+    assert [item.location[1] for item in items] == [6, 4, 5, 3, 0, 1, 2]
+
+
 def test_a_folder_over_its_budget_is_found() -> None:
     assert over_budget(BUDGET_SECONDS) == []
     (words,) = over_budget({**BUDGET_SECONDS, "gang": 1000.4})
-    assert words.startswith("tests/gang took 1000 s: at most 1.6 times its budget of 58 s, on a machine that took 1.8")
+    assert words.startswith("tests/gang took 1000 s: at most 1.6 times its budget of 58 s, on a machine that took 1.9")
     assert over_budget({"new": 0.1}) == [
         "tests/new took 0 s: at most 1.6 times its budget of 0 s, on a machine that took 1.0 times all budgets; "
         "make it quicker, or mark the long ones slow"
