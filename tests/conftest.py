@@ -20,7 +20,7 @@ import pytest
 from jax._src import compilation_cache
 from jax._src.lru_cache import LRUCache
 
-from tests.suite_time import SuiteTime, begin_long_ones_first
+from tests.support.suite_time import SuiteTime, begin_long_ones_first
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 QUICK = "not slow and not gpu"  # what runs where nothing else is asked for
@@ -31,7 +31,8 @@ THREAD_SECONDS = 10.0
 # tests beside have busy.
 QUICK_COMPILER = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
-importlib.import_module("tests.annotations").check_quickly()  # and --jaxtyping-packages finds it as `tests.annotations`
+# --jaxtyping-packages finds it by the same name.
+importlib.import_module("tests.support.annotations").check_quickly()
 
 # Before anything touches a backend; child processes of tests choose for themselves.
 jax.config.update("jax_num_cpu_devices", 8)

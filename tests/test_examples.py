@@ -14,8 +14,8 @@ import polars as pl
 import pytest
 from safetensors.numpy import load_file
 
-from tests.laws.pages import Pages, fresh_processes
-from tests.laws.tree import ROOT
+from tests.support.laws.pages import Pages, fresh_processes
+from tests.support.tree import ROOT
 
 LAUNCH = ["-m", "braidax.cli", "launch", "--processes", "2", "--devices-per-process", "2"]
 LAST_LINE = re.compile(r"^(?:\[\d\] )?(\d+) steps on (\d+) devices: loss (\S+) -> (\S+)$", re.MULTILINE)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from werkzeug.test import Client
 
-from tests.google_storage import S3_KEY, STRANGER, TOKEN, GoogleStorage
+from tests.support.google_storage import S3_KEY, STRANGER, TOKEN, GoogleStorage
 
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.gang.programs import is_gone, wait_until_gone
+from tests.support.gang.programs import is_gone, wait_until_gone
 
 CHILD = """
 import os, signal, subprocess, sys, time

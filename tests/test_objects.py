@@ -8,8 +8,8 @@ import pytest
 
 from braidax.errors import ArgumentError
 from braidax.objects import Opener, address, first_line, lacks_bucket, lacks_credentials, status_of
-from tests.bucket_server import serving_bucket, without_credentials
-from tests.google_storage import TOKEN
+from tests.support.bucket_server import serving_bucket, without_credentials
+from tests.support.google_storage import TOKEN
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from braidax.errors import ArgumentError
 from braidax.pictures.page import cut
 from braidax.pictures.treemap import Place, treemap
 from braidax.spans import Span, Trace
-from tests.drawn import Parsed, needs_nothing_else
+from tests.support.pictures import Parsed, needs_nothing_else
 
 
 @pytest.mark.parametrize("weights", [[1.0], [6.0, 6.0, 4.0, 3.0, 2.0, 2.0, 1.0], [1000.0] + [0.5] * 40])

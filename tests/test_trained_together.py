@@ -10,8 +10,8 @@ import pytest
 
 from braidax.gang.launch import launch_here
 from braidax.gang.program import Program
-from tests.laws.tree import ROOT
-from tests.trained_together import train
+from tests.support.trained_together import train
+from tests.support.tree import ROOT
 
 
 def test_a_run_of_two_processes_survives_a_death_and_equals_that_of_one(
@@ -20,7 +20,7 @@ def test_a_run_of_two_processes_survives_a_death_and_equals_that_of_one(
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     log = io.StringIO()
-    program = Program("tests.trained_together", (str(tmp_path / "two"), "9"), "module", devices_per_process=2)
+    program = Program("tests.support.trained_together", (str(tmp_path / "two"), "9"), "module", devices_per_process=2)
     assert launch_here(program, 2, restarts=1, log=log) == 0, log.getvalue()
     assert re.search(r"rank 1 \(pid \d+\) failed first: it was ended by signal 9", log.getvalue())
     train(tmp_path / "one", None)

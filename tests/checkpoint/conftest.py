@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from braidax.gang import LocalGang
-from tests.data.jax_gang import jax_gang
+from tests.support.data.jax_gang import jax_gang
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from braidax.checkpoint.interval.adaptive_messages import Announcements
 from braidax.checkpoint.interval.spacing import Spacing
 from braidax.connections.coordination import Coordination
 from braidax.errors import ArgumentError, CheckpointError, CommError, WaitTimeout
-from tests.comm.stores.servers import free_port
+from tests.support.comm.stores.servers import free_port
 
 LIMIT = 60
 REAL = """

@@ -20,8 +20,8 @@ import braidax as bx
 from braidax.checkpoint import Bucket, Folder, restore
 from braidax.checkpoint.places import object_store
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
-from tests.bucket_server import BucketServer, Request, serving_bucket
-from tests.checkpoint.saving import bits, names
+from tests.support.bucket_server import BucketServer, Request, serving_bucket
+from tests.support.checkpoint.saving import bits, names
 
 URL = "s3://bucket/runs/a"
 LIMIT = 60.0

@@ -22,7 +22,7 @@ from braidax.checkpoint.places import persist
 from braidax.checkpoint.snapshot.hold import Held, Snapshot
 from braidax.errors import ArgumentError, CallFailed, CheckpointError, PeerLost, WaitTimeout
 from braidax.spans import Trace
-from tests.checkpoint.saving import commit, names, read_all
+from tests.support.checkpoint.saving import commit, names, read_all
 
 LIMIT = 30.0
 DATA_FILE, MANIFEST_FILE = data_file(0), manifest_file(0)

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from braidax.checkpoint import Checkpointer, Every, copied
 from braidax.errors import CheckpointError
-from tests.checkpoint.donating import save_in_every_way
-from tests.checkpoint.saving import bits
+from tests.support.checkpoint.donating import save_in_every_way
+from tests.support.checkpoint.saving import bits
 
 AUTO = jax.sharding.AxisType.Auto
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from braidax.checkpoint import Checkpointer, Every, restore
-from tests.checkpoint.crashing import PHASES, SHAPES, advance, begin
-from tests.laws.tree import ROOT
+from tests.support.checkpoint.crashing import PHASES, SHAPES, advance, begin
+from tests.support.tree import ROOT
 
 LIMIT = 60
 
@@ -66,7 +66,7 @@ def crash(folder: Path, seeds: range, log: Path) -> None:
     """Kills a run at a moment that each seed decides, and compares what is left with a run that nobody kills."""
     like = (0, {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
     expected, reached, durable = begin(), 0, 0
-    command = [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.crashing", str(folder)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.checkpoint.crashing", str(folder)]
     with (
         subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nursery,
         log.open("w") as lines,

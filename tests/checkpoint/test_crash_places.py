@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.checkpoint.crashing_places import opened, state_at
-from tests.laws.tree import ROOT
+from tests.support.checkpoint.crashing_places import opened, state_at
+from tests.support.tree import ROOT
 
 LIMIT = 60
 
 
 def crash(folder: Path, countdowns: range) -> None:
     """Kills a run in each of these calls, and goes on from what is left."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.crashing_places", str(folder)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.checkpoint.crashing_places", str(folder)]
     durable, seen = 0, set[str]()
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nursery:
         assert nursery.stdin is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.tree import ROOT
+from tests.support.tree import ROOT
 
 LIMIT = 120
 OWN_MOUNTS = ["unshare", "--mount", "--map-root-user"]

@@ -27,7 +27,7 @@ from braidax.checkpoint.format.manifest import data_file, manifest_file
 from braidax.checkpoint.format.reading import read_manifest
 from braidax.cli import app
 from braidax.errors import ArgumentError, CheckpointError
-from tests.checkpoint.saving import Tables, bits, commit, commit_as_many, names
+from tests.support.checkpoint.saving import Tables, bits, commit, commit_as_many, names
 
 PARAMS: dict[str, Any] = {
     "layers": [{"w": np.arange(12, dtype=np.float32).reshape(3, 4)}, {"w": np.full((2, 2), -1, np.int8)}],

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 import braidax as bx
 from braidax.checkpoint import Checkpointer, Every, copied, restore
-from tests.checkpoint.donating import NUM_STEPS, save_in_every_way
-from tests.checkpoint.saving import bits
+from tests.support.checkpoint.donating import NUM_STEPS, save_in_every_way
+from tests.support.checkpoint.saving import bits
 
 pytestmark = pytest.mark.gpu
 

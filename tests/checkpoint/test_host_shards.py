@@ -22,9 +22,9 @@ from braidax.checkpoint.places.same_tree import Said, check_same
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, BraidaxError, CheckpointError, PeerLost
 from braidax.gang import LocalGang
-from tests.checkpoint.saving import Longer, Tables, names, read_all
-from tests.checkpoint.told import told
-from tests.data.jax_gang import RUN_SECONDS
+from tests.support.checkpoint.saving import Longer, Tables, names, read_all
+from tests.support.checkpoint.told import told
+from tests.support.data.jax_gang import RUN_SECONDS
 
 SECONDS = 30.0
 ROWS = 1001

@@ -21,7 +21,7 @@ from braidax.checkpoint.places.lockstep import Lockstep
 from braidax.checkpoint.places.passing import position_of
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CheckpointError
-from tests.checkpoint.saving import bits, names
+from tests.support.checkpoint.saving import bits, names
 
 SECONDS = 30.0
 

@@ -10,8 +10,8 @@ import pytest
 from braidax.checkpoint.places import object_store
 from braidax.checkpoint.places.object_store import Kept, ObjectStore
 from braidax.errors import ArgumentError, CheckpointError
-from tests.bucket_server import BucketServer, Request, serving_bucket, without_credentials
-from tests.google_storage import STRANGER
+from tests.support.bucket_server import BucketServer, Request, serving_bucket, without_credentials
+from tests.support.google_storage import STRANGER
 
 LIMIT = 20.0
 

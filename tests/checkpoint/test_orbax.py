@@ -19,8 +19,8 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.checkpoint.format.manifest import data_file
 from braidax.checkpoint.format.orbax import export_orbax, restore_orbax
 from braidax.errors import ArgumentError, CheckpointError, MissingExtra
-from tests.checkpoint.saving import Longer, Tables, bits, commit
-from tests.data.jax_gang import RUN_SECONDS, jax_gang
+from tests.support.checkpoint.saving import Longer, Tables, bits, commit
+from tests.support.data.jax_gang import RUN_SECONDS, jax_gang
 
 V, D = 13, 5
 ROWS = np.arange(V * D, dtype=np.float32).reshape(V, D)

@@ -24,7 +24,7 @@ from braidax.checkpoint.snapshot.boxes import Box, extents, joined, overlap, spl
 from braidax.checkpoint.snapshot.hold import hold
 from braidax.checkpoint.snapshot.ownership import Placed
 from braidax.errors import CheckpointError
-from tests.checkpoint.saving import bits, commit_as_many, devices_shared_by, load, read_all
+from tests.support.checkpoint.saving import bits, commit_as_many, devices_shared_by, load, read_all
 
 
 @pytest.fixture

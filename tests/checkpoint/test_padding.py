@@ -15,7 +15,7 @@ from braidax.checkpoint.format import reading
 from braidax.checkpoint.format.reading import read_manifest
 from braidax.checkpoint.snapshot.leaves import padded_rows
 from braidax.errors import CheckpointError
-from tests.checkpoint.saving import Longer, Tables, commit, commit_as_many, load, read_all
+from tests.support.checkpoint.saving import Longer, Tables, commit, commit_as_many, load, read_all
 
 V, D = 13, 5
 WANT = np.arange(V * D, dtype=np.float32).reshape(V, D)

@@ -21,7 +21,7 @@ from braidax.checkpoint.format.reading import Reader, read_content, read_manifes
 from braidax.checkpoint.format.writing import write
 from braidax.checkpoint.snapshot.hold import hold
 from braidax.errors import CheckpointError
-from tests.checkpoint.saving import commit, names, part_of, read_all
+from tests.support.checkpoint.saving import commit, names, part_of, read_all
 
 LEFTOVER = ".step-00000007.0123456789abcdef.unfinished"
 DATA_FILE, MANIFEST_FILE = data_file(0), manifest_file(0)

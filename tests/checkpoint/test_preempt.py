@@ -13,7 +13,7 @@ import pytest
 from braidax.checkpoint.interval import preempt
 from braidax.checkpoint.interval.preempt import Preemption
 from braidax.errors import ArgumentError, CheckpointError
-from tests.comm.stores.servers import free_port
+from tests.support.comm.stores.servers import free_port
 
 LIMIT = 60
 

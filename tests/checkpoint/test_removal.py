@@ -13,7 +13,7 @@ from braidax.checkpoint import Checkpointer, Every, restore
 from braidax.checkpoint.format import folders
 from braidax.checkpoint.format.manifest import data_file, manifest_file
 from braidax.errors import CheckpointError
-from tests.checkpoint.saving import commit, names
+from tests.support.checkpoint.saving import commit, names
 
 LIKE: dict[str, Any] = {"x": jnp.zeros(4), "n": 0}
 

@@ -12,8 +12,8 @@ import pytest
 
 from braidax.checkpoint import Checkpointer, Every, Folder, Neighbors, restore
 from braidax.errors import ArgumentError, CheckpointError
-from tests.checkpoint.saving import commit
 from tests.checkpoint.test_neighbors import alone, saving
+from tests.support.checkpoint.saving import commit
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from braidax.checkpoint import restore
 from braidax.errors import ArgumentError, CheckpointError
-from tests.checkpoint.saving import bits, commit, load
+from tests.support.checkpoint.saving import bits, commit, load
 
 
 class Cursor(NamedTuple):

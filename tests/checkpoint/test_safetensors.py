@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from braidax.checkpoint.format.manifest import data_file
 from braidax.checkpoint.format.safetensors import restore_safetensors
 from braidax.errors import ArgumentError, CheckpointError
-from tests.checkpoint.saving import Longer, Tables, bits, commit, commit_as_many
+from tests.support.checkpoint.saving import Longer, Tables, bits, commit, commit_as_many
 
 
 def sharding(shape: tuple[int, ...], spec: P) -> NamedSharding:

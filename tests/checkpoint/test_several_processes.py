@@ -25,8 +25,8 @@ from braidax.comm import Communicator
 from braidax.connections.coordination import Coordination
 from braidax.errors import BraidaxError, CallFailed, CheckpointError, PeerLost, WaitTimeout
 from braidax.gang import LocalGang
-from tests.checkpoint.saving import Longer, names, read_all
-from tests.checkpoint.told import told
+from tests.support.checkpoint.saving import Longer, names, read_all
+from tests.support.checkpoint.told import told
 
 SECONDS = 20.0
 ROWS = 4096

@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from braidax.checkpoint.snapshot import staging
 from braidax.checkpoint.snapshot.hold import hold
 from braidax.checkpoint.snapshot.staging import Copy, Cut, copy, stage
-from tests.checkpoint.donating import save_in_every_way
+from tests.support.checkpoint.donating import save_in_every_way
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from braidax.checkpoint import restore, restore_safetensors
-from tests.checkpoint.saving import Longer, commit
-from tests.data.jax_gang import RUN_SECONDS, jax_gang
+from tests.support.checkpoint.saving import Longer, commit
+from tests.support.data.jax_gang import RUN_SECONDS, jax_gang
 
 LAYERS, WIDTH, ROWS = 6, 1024, 4095
 SHAPES = {"up": (LAYERS, WIDTH, 4 * WIDTH), "down": (LAYERS, 4 * WIDTH, WIDTH), "table": (ROWS, WIDTH)}

@@ -17,7 +17,7 @@ from braidax.checkpoint.format.reading import read_content
 from braidax.checkpoint.format.writing import write
 from braidax.checkpoint.snapshot.hold import hold
 from braidax.errors import CheckpointError
-from tests.checkpoint.saving import commit, names, part_of, read_all
+from tests.support.checkpoint.saving import commit, names, part_of, read_all
 
 DIRECT = 1 << 30  # whatever a platform calls it
 

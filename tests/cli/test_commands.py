@@ -16,7 +16,7 @@ from braidax.bindings import missing_bindings
 from braidax.cli import app
 from braidax.cli.versions import describe_bindings
 from braidax.comm import Communicator
-from tests.comm.ranks import outcomes
+from tests.support.comm.ranks import outcomes
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from braidax.cli import app
 from braidax.gang import LocalGang
-from tests.gang.programs import wait_until_gone
-from tests.terminal import on_terminal
+from tests.support.gang.programs import wait_until_gone
+from tests.support.terminal import on_terminal
 
 COMMAND = [sys.executable, "-m", "braidax.cli", "frame"]
 PREPARE = """

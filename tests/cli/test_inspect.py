@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from braidax.cli import app
-from tests.data.storage.faulty_server import serving
-from tests.tasks.archives import write_cifar100, write_mnist
+from tests.support.data.storage.faulty_server import serving
+from tests.support.tasks.archives import write_cifar100, write_mnist
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:

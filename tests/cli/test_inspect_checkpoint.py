@@ -24,7 +24,7 @@ from braidax.checkpoint.format.reading import read_manifest
 from braidax.cli import app, inspect_checkpoint
 from braidax.parallel.plan.placements import Replicated
 from braidax.parallel.plan.plan import Plan, PlannedAxis, PlannedVariable
-from tests.checkpoint.saving import Tables, commit, commit_as_many
+from tests.support.checkpoint.saving import Tables, commit, commit_as_many
 
 VERSION = importlib.metadata.version("braidax")
 

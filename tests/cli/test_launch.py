@@ -23,10 +23,10 @@ from braidax.data import DataLoader
 from braidax.gang.program import Program
 from braidax.loop import evaluate
 from braidax.parallel import DataParallel, parallelize
-from tests.gang.programs import wait_until_gone
 from tests.gang.test_launch import JOIN, SAVE, STOPS
-from tests.laws.tree import ROOT
-from tests.tasks.archives import write_mnist
+from tests.support.gang.programs import wait_until_gone
+from tests.support.tasks.archives import write_mnist
+from tests.support.tree import ROOT
 from tests.tasks.test_dlrm import write_criteo
 
 COMMAND = [sys.executable, "-m", "braidax.cli"]
@@ -44,7 +44,7 @@ pathlib.Path(f"seen-{jax.process_index()}").write_text(seen)
 FIT = """
 import jax, numpy as np, optax
 import braidax as bx
-from tests.trained_together import init, loss
+from tests.support.trained_together import init, loss
 samples = {"x": np.ones((48, 4), np.float32), "y": np.arange(48, dtype=np.float32)}
 source, mesh = bx.open(samples), jax.make_mesh((2,), ("data",))
 strategies = {"data": bx.DataParallel()}

@@ -12,7 +12,7 @@ import pytest
 from braidax.comm import Communicator
 from braidax.comm.collectives.opening import MAX_UNHEARD
 from braidax.errors import CommError, WaitTimeout
-from tests.comm.ranks import in_turns, outcomes, results
+from tests.support.comm.ranks import in_turns, outcomes, results
 
 TRANSPORTS = ["tcp", "ucx"]  # over which a small send ends before it is received
 SECONDS = 20.0

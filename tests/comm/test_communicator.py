@@ -13,7 +13,7 @@ import pytest
 from braidax.comm import Communicator, Tuning
 from braidax.errors import Aborted, ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.spans import Trace
-from tests.comm.ranks import outcomes, results
+from tests.support.comm.ranks import outcomes, results
 
 
 def alone(call: Callable[[Communicator], Any]) -> Any:

@@ -13,12 +13,12 @@ import pytest
 from braidax.comm import Communicator, FileStore, Store, TcpStoreServer, Tuning, open_store
 from braidax.comm.stores.jax import JaxStore
 from braidax.comm.stores.redis import RedisStore
-from tests.comm.exercise import exercise
-from tests.comm.ranks import in_turns, results
-from tests.comm.stores.servers import REDIS_PASSWORD, SECRET, coordination_service, redis_server
-from tests.comm.transports.tcps import TCPS
-from tests.comm.transports.worlds import MPI_SETTINGS
-from tests.laws.tree import ROOT
+from tests.support.comm.exercise import exercise
+from tests.support.comm.ranks import in_turns, results
+from tests.support.comm.stores.servers import REDIS_PASSWORD, SECRET, coordination_service, redis_server
+from tests.support.comm.transports.tcps import TCPS
+from tests.support.comm.transports.worlds import MPI_SETTINGS
+from tests.support.tree import ROOT
 
 
 @pytest.fixture(scope="module", params=["file", "tcp", "redis", "jax"])
@@ -65,7 +65,7 @@ def test_every_operation_over_several_hosts(hosts: str) -> None:
 
 @pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4, 8))])
 def test_every_operation_over_mpi(size: int, tmp_path: Path) -> None:
-    command = ["-n", str(size), sys.executable, "-m", "tests.comm.exercise", "mpi", str(tmp_path)]
+    command = ["-n", str(size), sys.executable, "-m", "tests.support.comm.exercise", "mpi", str(tmp_path)]
     done = subprocess.run(
         [str(Path(sys.executable).parent / "mpiexec"), *command],
         cwd=ROOT,

@@ -11,7 +11,7 @@ import pytest
 
 from braidax.comm import Communicator, Tuning
 from braidax.errors import ArgumentError, CommError
-from tests.comm.ranks import in_turns, outcomes, results
+from tests.support.comm.ranks import in_turns, outcomes, results
 
 TRANSPORTS = ["in-process", "tcp", "ucx"]
 LIMIT_SECONDS = 20.0

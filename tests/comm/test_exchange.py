@@ -20,10 +20,10 @@ from braidax.comm.exchange import spilling
 from braidax.comm.exchange.frames import begins, cut, frame_of, items_of
 from braidax.comm.group_messages import CREDIT, MAX_NUMBER, STREAM, tag_of
 from braidax.errors import Aborted, ArgumentError, CommError, WaitTimeout
-from tests.comm.ranks import outcomes, results
-from tests.comm.streaming import Drawn, take_part
-from tests.comm.transports.tcps import IN_PYTHON
-from tests.laws.tree import ROOT
+from tests.support.comm.ranks import outcomes, results
+from tests.support.comm.streaming import Drawn, take_part
+from tests.support.comm.transports.tcps import IN_PYTHON
+from tests.support.tree import ROOT
 
 KIB, MIB = 1 << 10, 1 << 20
 Item = tuple[int, list[Any]]
@@ -367,7 +367,7 @@ def test_places_on_disk_are_used_again(tmp_path: Path) -> None:
 
 FULL_DISK = """
 import subprocess, sys
-from tests.comm.ranks import outcomes
+from tests.support.comm.ranks import outcomes
 folder = sys.argv[1]
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
 def run(comm):

@@ -11,8 +11,8 @@ import pytest
 
 from braidax.comm import Communicator
 from braidax.errors import WaitTimeout
-from tests.comm.ranks import results
-from tests.comm.transports.tcps import TCPS
+from tests.support.comm.ranks import results
+from tests.support.comm.transports.tcps import TCPS
 
 TRANSPORTS = ["in-process", *TCPS, "ucx"]
 COUNTS = [3, 5000, 1, 200_000, 2000, 0, 30_000, 1100]  # of float64: with and without a second message

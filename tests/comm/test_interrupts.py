@@ -16,9 +16,9 @@ from braidax.comm import Communicator
 from braidax.comm.condition import Condition
 from braidax.comm.transports import tcp_link
 from braidax.errors import Aborted, ArgumentError, CommError
-from tests.comm.injection import CALLS, Injection
-from tests.comm.ranks import in_turns, outcomes
-from tests.comm.transports.tcps import IN_PYTHON
+from tests.support.comm.injection import CALLS, Injection
+from tests.support.comm.ranks import in_turns, outcomes
+from tests.support.comm.transports.tcps import IN_PYTHON
 
 ROOT = Path(__file__).parents[2]
 TRANSPORTS = ["in-process", "tcp", "ucx"]
@@ -184,7 +184,7 @@ def test_ctrl_c_in_a_wait_is_told_to_all(call: str, transport: str) -> None:
 def interrupted(transport: str, part: int, *calls: str) -> str:
     """Interrupts calls, in a process of its own. **Returns:** what it says of them."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.comm.injection", transport, str(part), *calls],
+        [sys.executable, "-m", "tests.support.comm.injection", transport, str(part), *calls],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -247,8 +247,8 @@ def test_no_call_imports_a_module() -> None:
     """Ctrl-C amid an import can leave the module locked: whoever imports it next waits for ever, as `split` did."""
     program = """
 import sys
-from tests.comm.injection import CALLS
-from tests.comm.ranks import results
+from tests.support.comm.injection import CALLS
+from tests.support.comm.ranks import results
 
 def call_all(comm):
     before = set(sys.modules)

@@ -9,7 +9,7 @@ import pytest
 
 from braidax.comm import TcpStoreServer, from_environment
 from braidax.errors import ArgumentError
-from tests.comm.stores.servers import SECRET
+from tests.support.comm.stores.servers import SECRET
 
 
 def test_ranks_join_by_their_environment(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from braidax.comm import Communicator
 from braidax.comm.serving.server import Handler
 from braidax.errors import CallFailed, WaitTimeout
-from tests.comm.ranks import results
+from tests.support.comm.ranks import results
 
 import_module("braidax.comm.serving.asking")  # not by the threads of several ranks at once
 TRANSPORTS = ["in-process", "tcp", "ucx"]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.laws.tree import ROOT
+from tests.support.tree import ROOT
 
 TRANSPORTS = ["in-process", "tcp", "ucx"]
 
@@ -13,7 +13,7 @@ TRANSPORTS = ["in-process", "tcp", "ucx"]
 def run(transport: str, first: int, count: int) -> str:
     """Runs the programs of some seeds in a process of their own, which ends itself when they hang."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.comm.programs", transport, str(first), str(count)],
+        [sys.executable, "-m", "tests.support.comm.programs", transport, str(first), str(count)],
         cwd=ROOT,
         capture_output=True,
         text=True,

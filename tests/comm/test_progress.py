@@ -14,7 +14,7 @@ from braidax.comm.transports.transport import Buffer, Operation, Transport
 from braidax.comm.watch import Notice, Watch
 from braidax.connections.world import World
 from braidax.errors import CommError, PeerLost
-from tests.comm.watches import two_watches
+from tests.support.comm.watches import two_watches
 
 LIMIT_SECONDS = 30.0
 LAG_SECONDS = 0.4  # of a wakeup, some milliseconds on a quiet machine; who is not woken looks after a second or more

@@ -31,7 +31,7 @@ from braidax.comm.transports.tcp import TcpTransport
 from braidax.connections.handshake import connect_handshake
 from braidax.connections.world import World
 from braidax.errors import Aborted, ArgumentError, BraidaxError, CommError, HandshakeError, PeerLost, WaitTimeout
-from tests.comm.relay import altered
+from tests.support.comm.relay import altered
 
 HOSTS = [Tuning(host=f"host-{rank}", peer_timeout_seconds=10.0) for rank in range(5)]
 Meet = Callable[..., "list[Any]"]

@@ -17,8 +17,8 @@ from braidax.comm.serving.server import Requests
 from braidax.comm.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
 from braidax.errors import Aborted, ArgumentError, CallFailed, CommError, WaitTimeout
-from tests.comm.ranks import in_turns, outcomes, results
-from tests.comm.transports.tcps import IN_PYTHON
+from tests.support.comm.ranks import in_turns, outcomes, results
+from tests.support.comm.transports.tcps import IN_PYTHON
 
 TRANSPORTS = ["in-process", "tcp", "ucx"]
 MIB = 1 << 20

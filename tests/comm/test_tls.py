@@ -8,8 +8,8 @@ import trustme
 
 from braidax.comm import Tls, Tuning
 from braidax.errors import HandshakeError
-from tests.comm.exercise import exercise
-from tests.comm.ranks import outcomes, results
+from tests.support.comm.exercise import exercise
+from tests.support.comm.ranks import outcomes, results
 
 
 def contexts(folder: Path) -> Tls:

@@ -7,7 +7,7 @@ import pytest
 
 from braidax.comm.watch import Notice
 from braidax.connections.hosts import ADDRESS, LOOPBACK
-from tests.comm.watches import LIMIT_SECONDS, two_watches
+from tests.support.comm.watches import LIMIT_SECONDS, two_watches
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="inside a host ranks connect through TCP elsewhere")

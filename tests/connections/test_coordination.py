@@ -14,7 +14,7 @@ from jax.errors import JaxRuntimeError
 
 from braidax.connections.coordination import Coordination
 from braidax.errors import CommError, WaitTimeout
-from tests.comm.stores.servers import coordination_service, free_port
+from tests.support.comm.stores.servers import coordination_service, free_port
 
 LIMIT = 60.0
 TWO = """

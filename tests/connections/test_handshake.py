@@ -12,7 +12,7 @@ from braidax.connections import handshake
 from braidax.connections.greeting import Greeting
 from braidax.connections.handshake import Handshake, connect_handshake
 from braidax.errors import ArgumentError, HandshakeError, WaitTimeout
-from tests.comm.stores.servers import in_thread
+from tests.support.comm.stores.servers import in_thread
 
 SECRET = b"s" * 32
 

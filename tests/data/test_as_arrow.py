@@ -16,7 +16,7 @@ import braidax as bx
 from braidax.data.as_arrow import as_arrow
 from braidax.data.formats.tables.arrow import ArrowSource
 from braidax.errors import ArgumentError, FormatError
-from tests.data.formats.reading import read
+from tests.support.data.formats.reading import read
 
 ROWS = 50
 

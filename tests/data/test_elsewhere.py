@@ -8,7 +8,7 @@ import torch
 
 import braidax.data as data
 from braidax.torch import DataLoader as DropIn
-from tests.data.numbered import Numbers
+from tests.support.data.numbered import Numbers
 
 
 def watched(num_samples: int) -> tuple[data.Source, list[int]]:

@@ -19,7 +19,7 @@ from braidax.data.knobs import Knobs
 from braidax.data.loader import DataLoader
 from braidax.data.sampling.order import Cursor
 from braidax.errors import ArgumentError, BraidaxError, SpecError
-from tests.data.numbered import Large, Numbers, all_ids, check, ids, peeked, reading_threads
+from tests.support.data.numbered import Large, Numbers, all_ids, check, ids, peeked, reading_threads
 
 
 @pytest.fixture

@@ -19,14 +19,14 @@ from braidax.data.loader import DataLoader
 from braidax.data.registry import kind_of
 from braidax.data.storage import Remote
 from braidax.errors import ArgumentError, FormatError
-from tests.bucket_server import serving_bucket
-from tests.data.formats import files
-from tests.data.formats.mds.mds_files import write_mds
-from tests.data.formats.reading import assert_equal, read
 from tests.data.formats.records.test_example import example
 from tests.data.formats.records.test_tfrecord import write as write_tfrecord
 from tests.data.formats.records.test_webdataset import shard
-from tests.data.storage.faulty_server import serving
+from tests.support.bucket_server import serving_bucket
+from tests.support.data.formats import files
+from tests.support.data.formats.mds import write_mds
+from tests.support.data.formats.reading import assert_equal, read
+from tests.support.data.storage.faulty_server import serving
 
 FILES = (
     "npy, npz, Parquet, Arrow (.arrow, .feather), HDF5 (.h5, .hdf5), ArrayRecord, TFRecord, CIFAR archive (.tar.gz, "

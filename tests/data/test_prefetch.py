@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from braidax.data.fetching.fetch import Threads
 from braidax.data.prefetch import prefetch_to_device
 from braidax.errors import ArgumentError, FormatError, RecordError, SpecError, WaitTimeout
-from tests.data.numbered import reading_threads
+from tests.support.data.numbered import reading_threads
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import braidax as bx
 from braidax.data.written import WritesArrow, Written, write
 from braidax.errors import ArgumentError, CallFailed, SpecError
 from braidax.gang import LocalGang
-from tests.data.jax_gang import RUN_SECONDS, jax_gang
+from tests.support.data.jax_gang import RUN_SECONDS, jax_gang
 
 ROWS = 40
 

@@ -6,8 +6,8 @@ import pytest
 
 from braidax.frame.operators import small_sides
 from braidax.frame.operators.reading import scanning
-from tests.frame.tables import SHAPES, Tables
-from tests.frame.worlds import Worlds
+from tests.support.frame.tables import SHAPES, Tables
+from tests.support.frame.worlds import Worlds
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ import braidax.frame as bf
 from braidax.frame.collecting import Partition, computed_by
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.plan.nodes import read
-from tests.comm.ranks import outcomes
-from tests.frame.queries.query import Query
-from tests.frame.running import Asked, asking, united
-from tests.frame.tables import Shape
-from tests.frame.worlds import Worlds
+from tests.support.comm.ranks import outcomes
+from tests.support.frame.queries.query import Query
+from tests.support.frame.running import Asked, asking, united
+from tests.support.frame.tables import Shape
+from tests.support.frame.worlds import Worlds
 
 STRATEGIES = ("backward", "forward", "nearest")
 KEYS: dict[pl.DataType, Any] = {

@@ -12,10 +12,10 @@ from polars.exceptions import ColumnNotFoundError, PolarsError, SchemaError
 from braidax.comm import Communicator
 from braidax.errors import Aborted, CommError
 from braidax.frame import collect_partition
-from tests.comm.ranks import outcomes
-from tests.frame.comparison import differences
-from tests.frame.running import alone, asking, lazy_or_error, united
-from tests.frame.worlds import LIMIT_SECONDS, Worlds
+from tests.support.comm.ranks import outcomes
+from tests.support.frame.comparison import differences
+from tests.support.frame.running import alone, asking, lazy_or_error, united
+from tests.support.frame.worlds import LIMIT_SECONDS, Worlds
 
 c = pl.col
 FRAME = pl.DataFrame(

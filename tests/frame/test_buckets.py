@@ -13,11 +13,11 @@ from braidax.frame.moving import splitting
 from braidax.frame.moving.splitting import places_between, places_of, split
 from braidax.frame.operators import placing
 from braidax.frame.operators.reading import scanning
-from tests.frame.queries.catalogue import CATALOGUE
-from tests.frame.queries.query import Query
-from tests.frame.running import Asked
-from tests.frame.tables import SHAPES, Tables
-from tests.frame.worlds import Worlds
+from tests.support.frame.queries.catalogue import CATALOGUE
+from tests.support.frame.queries.query import Query
+from tests.support.frame.running import Asked
+from tests.support.frame.tables import SHAPES, Tables
+from tests.support.frame.worlds import Worlds
 
 STRIDE = 16
 SHAPE_NAMES = list(SHAPES)

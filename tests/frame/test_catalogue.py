@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import polars as pl
 import pytest
 
-from tests.frame.queries.catalogue import CATALOGUE
-from tests.frame.queries.query import Query
-from tests.frame.running import alone
-from tests.frame.tables import SHAPES, Tables
+from tests.support.frame.queries.catalogue import CATALOGUE
+from tests.support.frame.queries.query import Query
+from tests.support.frame.running import alone
+from tests.support.frame.tables import SHAPES, Tables
 
 STRIDE = 3  # by default one query of three, as Polars alone computes them; `slow` asks the others
 # Where Polars' engines are not of one mind, on tables with next to no rows.

@@ -13,7 +13,7 @@ from braidax.errors import CommError
 from braidax.frame.moving import columns
 from braidax.frame.moving.columns import Buckets, Dealing, Offer
 from braidax.frame.moving.ranks import Ranks
-from tests.frame.worlds import Worlds
+from tests.support.frame.worlds import Worlds
 
 NUM_BUCKETS = 4
 SIZE = 2

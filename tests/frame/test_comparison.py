@@ -6,9 +6,9 @@ import random
 import polars as pl
 import pytest
 
-from tests.frame.comparison import Order, differences, missing
-from tests.frame.tables import SHAPES, Tables, dealt, table
-from tests.frame.values import ALL, value
+from tests.support.frame.comparison import Order, differences, missing
+from tests.support.frame.tables import SHAPES, Tables, dealt, table
+from tests.support.frame.values import ALL, value
 
 ROWS = pl.DataFrame({"a": [1, 1, 2], "f": [0.5, math.nan, None]})
 

@@ -5,10 +5,10 @@ import polars as pl
 import pytest
 from hypothesis import strategies
 
-from tests.frame.queries.query import Query, queries
-from tests.frame.running import Asked
-from tests.frame.tables import Drawn, drawn_tables
-from tests.frame.worlds import Worlds
+from tests.support.frame.queries.query import Query, queries
+from tests.support.frame.running import Asked
+from tests.support.frame.tables import Drawn, drawn_tables
+from tests.support.frame.worlds import Worlds
 
 DRAWN = queries(
     {

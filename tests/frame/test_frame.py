@@ -14,7 +14,7 @@ import braidax.frame as bf
 from braidax.errors import ArgumentError, CallFailed
 from braidax.frame.writing import Written, check_written
 from braidax.gang import LocalGang
-from tests.frame.running import names_kept
+from tests.support.frame.running import names_kept
 
 ROWS = 1000
 

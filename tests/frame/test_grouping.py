@@ -13,7 +13,7 @@ from braidax.frame.collecting import Partition, computed_by, measured
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.plan.nodes import Node, read, topological
 from braidax.frame.sight.measuring import Work
-from tests.comm.ranks import outcomes
+from tests.support.comm.ranks import outcomes
 
 ROWS = 100_000
 RNG = np.random.default_rng(0)

@@ -23,11 +23,11 @@ from braidax.frame.operators.reading import lines
 from braidax.frame.operators.reading.lines import Lines, lines_end, lines_of, part_of
 from braidax.frame.plan.nodes import read
 from braidax.gang import LocalGang
-from tests.comm.ranks import in_turns, outcomes
-from tests.frame.queries.query import Query
-from tests.frame.running import Asked, asking, united
-from tests.frame.tables import Shape
-from tests.frame.worlds import Worlds
+from tests.support.comm.ranks import in_turns, outcomes
+from tests.support.frame.queries.query import Query
+from tests.support.frame.running import Asked, asking, united
+from tests.support.frame.tables import Shape
+from tests.support.frame.worlds import Worlds
 
 pytestmark = [
     pytest.mark.usefixtures("shared", "by_lines"),

@@ -17,13 +17,13 @@ from braidax.frame import collecting
 from braidax.frame.explaining import computed_on_one_rank
 from braidax.frame.plan.nodes import read
 from braidax.frame.sight.measuring import Measured
-from tests.comm.ranks import outcomes
-from tests.frame.comparison import differences
-from tests.frame.queries.query import FLOATS
-from tests.frame.running import ENGINES, Outcome, outcome_of, united
-from tests.frame.values import ALL, INTEGERS, values
-from tests.frame.values import FLOATS as FLOAT_DTYPES
-from tests.frame.worlds import LIMIT_SECONDS, Worlds
+from tests.support.comm.ranks import outcomes
+from tests.support.frame.comparison import differences
+from tests.support.frame.queries.query import FLOATS
+from tests.support.frame.running import ENGINES, Outcome, outcome_of, united
+from tests.support.frame.values import ALL, INTEGERS, values
+from tests.support.frame.values import FLOATS as FLOAT_DTYPES
+from tests.support.frame.worlds import LIMIT_SECONDS, Worlds
 
 c = pl.col("v")
 FEW = c % 97  # digits: what has left a window is still in Polars' last ones

@@ -24,7 +24,7 @@ from braidax.frame.plan.expressions import is_rowwise, written
 from braidax.frame.plan.nodes import read, read_bytes
 from braidax.frame.plan.pushdown import pushed_down
 from braidax.frame.plan.supplying import Reading, bytes_of, lazy_of, schema_of
-from tests.comm.ranks import outcomes
+from tests.support.comm.ranks import outcomes
 
 TABLE = pl.DataFrame({"k": [1, 2, 3, 4], "v": [0.5, 1.5, 2.5, 3.5], "s": ["a", "b", "c", "d"]})
 

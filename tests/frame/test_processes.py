@@ -8,10 +8,10 @@ import pytest
 
 from braidax.frame import collect
 from braidax.gang import LocalGang
-from tests.frame.queries.catalogue import CATALOGUE
-from tests.frame.queries.query import Query
-from tests.frame.running import Asked, Outcome
-from tests.frame.tables import Tables
+from tests.support.frame.queries.catalogue import CATALOGUE
+from tests.support.frame.queries.query import Query
+from tests.support.frame.running import Asked, Outcome
+from tests.support.frame.tables import Tables
 
 TRANSPORTS = ["tcp", "ucx"]
 # One of each way in which rows go from rank to rank, and of each way in which a plan brings along what it needs.

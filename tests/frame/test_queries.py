@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.frame.queries.catalogue import CATALOGUE
-from tests.frame.queries.query import Query
-from tests.frame.running import Asked
-from tests.frame.tables import SHAPES, Tables
-from tests.frame.worlds import Worlds
+from tests.support.frame.queries.catalogue import CATALOGUE
+from tests.support.frame.queries.query import Query
+from tests.support.frame.running import Asked
+from tests.support.frame.tables import SHAPES, Tables
+from tests.support.frame.worlds import Worlds
 
 OTHERS = [name for name in SHAPES if name != "usual"]
 # By default one query of eighteen on the usual tables, and one on others; `slow` asks all of them of all tables.

@@ -18,8 +18,8 @@ from braidax.frame.operators.reading import scanning
 from braidax.frame.plan.layout import Ranges, ranges_wanted
 from braidax.frame.plan.nodes import read, topological
 from braidax.frame.plan.supplying import scan
-from tests.comm.ranks import in_turns
-from tests.frame.worlds import Worlds
+from tests.support.comm.ranks import in_turns
+from tests.support.frame.worlds import Worlds
 
 pytestmark = pytest.mark.usefixtures("dealt")
 

@@ -21,8 +21,8 @@ from braidax.frame.plan.nodes import read, read_bytes, topological
 from braidax.frame.plan.supplying import bytes_of
 from braidax.frame.sight.measuring import Measured
 from braidax.frame.sight.profiled import profile_of
-from tests.comm.ranks import outcomes
-from tests.frame.running import asking, united
+from tests.support.comm.ranks import outcomes
+from tests.support.frame.running import asking, united
 
 NUM_FILES, ROWS = 8, 300
 

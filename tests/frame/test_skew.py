@@ -12,7 +12,7 @@ from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators.placing import key_hashes
 from braidax.frame.operators.skew import heavy_hashes
 from braidax.frame.plan.expressions import column
-from tests.comm.ranks import outcomes
+from tests.support.comm.ranks import outcomes
 
 ROWS, SIZE = 60_000, 3
 

@@ -18,7 +18,7 @@ from braidax.frame.sight.profiled import profile_of
 from braidax.frame.spilling import store
 from braidax.frame.spilling.memory import Budget
 from braidax.gang import LocalGang
-from tests.comm.ranks import outcomes
+from tests.support.comm.ranks import outcomes
 
 MEMORY = bf.Memory(limit_bytes=32 << 20)
 ROWS = 20_000

@@ -28,10 +28,10 @@ from braidax.gang.dask import DaskGang, DaskStore
 from braidax.gang.dask_store import ALIVE
 from braidax.gang.on_gang import launch_on
 from braidax.gang.program import Program
-from tests.gang import clusters, staying
-from tests.gang.serving_tables import check_tables_are_served
 from tests.gang.test_launch import JOIN
-from tests.laws.tree import ROOT
+from tests.support.gang import clusters, staying
+from tests.support.gang.serving_tables import check_tables_are_served
+from tests.support.tree import ROOT
 
 LEAVING = """
 with comm:
@@ -395,8 +395,8 @@ def test_no_rank_stays_where_one_froze_while_they_met(
 CLIENT = """
 import sys, distributed
 from braidax.gang.dask import DaskGang
-from tests.gang import clusters, staying
-from tests.gang.serving_tables import check_tables_are_served
+from tests.support.gang import clusters, staying
+from tests.support.gang.serving_tables import check_tables_are_served
 
 with distributed.Client(sys.argv[1], set_as_default=False) as client, DaskGang(client, timeout_seconds=600) as gang:
     print("runs", flush=True)

@@ -15,7 +15,7 @@ from braidax.gang.calling.parcels import Parcel
 from braidax.gang.calling.ranks import Ended, Message, Ranks
 from braidax.gang.gang import Gang
 from braidax.gang.member import Member
-from tests.gang import clusters
+from tests.support.gang import clusters
 
 
 class _Threads(Ranks):

@@ -20,7 +20,7 @@ from braidax.gang.child import Birth
 from braidax.gang.member import pack_call
 from braidax.gang.processes import Command, Processes
 from braidax.gang.program import Program
-from tests.gang.programs import wait_until_gone
+from tests.support.gang.programs import wait_until_gone
 
 JOIN = """
 import os, signal, sys, time

@@ -16,8 +16,8 @@ import pytest
 from braidax.comm import Communicator, Tuning
 from braidax.errors import Aborted, ArgumentError, CallFailed, GangError, PeerLost, WaitTimeout
 from braidax.gang import LocalGang, local
-from tests.gang import programs
-from tests.laws.tree import ROOT
+from tests.support.gang import programs
+from tests.support.tree import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +300,7 @@ def test_starting_and_stopping_leave_nothing() -> None:
 PARENT = """
 import os, signal, sys, time
 from braidax.gang import LocalGang, local
-from tests.gang import programs
+from tests.support.gang import programs
 
 def outside(comm):
     return os.getppid(), __name__

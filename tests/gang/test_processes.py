@@ -21,7 +21,7 @@ from braidax.gang.processes import (
     describe_status,
     print_lines,
 )
-from tests.gang.programs import is_gone, wait_until_gone
+from tests.support.gang.programs import is_gone, wait_until_gone
 
 Start = Callable[..., Processes]
 

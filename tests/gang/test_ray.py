@@ -21,10 +21,10 @@ from braidax.errors import ArgumentError, CallFailed, CommError, GangError, Peer
 from braidax.gang import Gang
 from braidax.gang.actor_store import ActorStore
 from braidax.gang.ray import RayGang, RayStore
-from tests.gang import clusters, staying
-from tests.gang.ray_cluster import SETTINGS, ray_cluster
-from tests.gang.serving_tables import check_tables_are_served
-from tests.laws.tree import ROOT
+from tests.support.gang import clusters, staying
+from tests.support.gang.ray_cluster import SETTINGS, ray_cluster
+from tests.support.gang.serving_tables import check_tables_are_served
+from tests.support.tree import ROOT
 
 # By JAX, where it runs already: Ray forks to start its processes, which then run another program.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
@@ -239,7 +239,7 @@ def _raises(kind: type[Exception], function: Callable[[], Any]) -> bool:
 SCRIPT = """
 import ray
 from braidax.gang.ray import RayGang
-from tests.gang.clusters import hello
+from tests.support.gang.clusters import hello
 
 gang = RayGang(2, num_cpus=0.5)
 gang.start()

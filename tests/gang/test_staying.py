@@ -16,7 +16,7 @@ from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CallFailed, GangError, PeerLost, WaitTimeout
 from braidax.gang import Gang, LocalGang
 from braidax.gang.calling import dispatch, worlds
-from tests.gang import clusters, programs, staying
+from tests.support.gang import clusters, programs, staying
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.laws.tree import ROOT, imports, modules
+from tests.support.tree import ROOT, imports, modules
 
 
 def borrowed(folder: Path) -> list[str]:

@@ -15,7 +15,7 @@ from benchmarks.pipedream.programs import gpt_program
 from benchmarks.pipedream.searches import joined
 from braidax.parallel.stages.schedules import Costs, simulate
 
-TOLD = "tests.harness.told"
+TOLD = "tests.support.harness.told"
 
 
 def _report() -> Report:

@@ -6,7 +6,7 @@ from textwrap import dedent
 
 import pytest
 
-from tests.laws.tree import parsed
+from tests.support.tree import parsed
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,8 +10,8 @@ import pytest
 from braidax.cli.tasks import make_task
 from braidax.data.transforms.images.kernels import resize
 from braidax.errors import import_extra
-from tests import annotations
-from tests.laws.tree import modules
+from tests.support import annotations
+from tests.support.tree import modules
 
 
 @pytest.fixture(autouse=True)

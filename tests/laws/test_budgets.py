@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.laws.tree import ROOT, SRC, Definition, decorators, definitions, imports, is_dunder, modules
-from tests.suite_time import BUDGET_SECONDS, LONG_FILES, SAME_GANGS, begin_long_ones_first, over_budget
+from tests.support.suite_time import BUDGET_SECONDS, LONG_FILES, SAME_GANGS, begin_long_ones_first, over_budget
+from tests.support.tree import ROOT, SRC, Definition, decorators, definitions, imports, is_dunder, modules
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

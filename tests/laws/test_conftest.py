@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.laws.tree import ROOT
-from tests.suite_time import NOISE
+from tests.support.suite_time import NOISE
+from tests.support.tree import ROOT
 
 SKIPS = {
     "test_one.py": "import pytest\ndef test_it():\n    pytest.skip('no server')\n",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.pages import Pages, blocks, fresh_processes, run
-from tests.laws.tree import ROOT
+from tests.support.laws.pages import Pages, blocks, fresh_processes, run
+from tests.support.tree import ROOT
 
 
 def documents() -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import braidax
-from tests.laws.tree import SRC
+from tests.support.tree import SRC
 
 MAX_NAMES = 36
 

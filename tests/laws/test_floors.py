@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.tree import ROOT, SRC, imports, modules, third_party
+from tests.support.tree import ROOT, SRC, imports, modules, third_party
 
 # A room may import rooms of lower floors. On one floor rooms do not meet, except errors below spans and, at the top,
 # the face below the tasks below the command line.

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.laws.tree import SRC, Module, modules
+from tests.support.tree import SRC, Module, modules
 
 # `name=`: not `==`, nor the tail of an option such as --name=, nor an environment variable, which is all capitals.
 NAMED = re.compile(r"(?<![\w.\-])(?![A-Z_0-9]+=)([A-Za-z_]\w*)=(?!=)")

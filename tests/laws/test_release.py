@@ -14,7 +14,7 @@ import pytest
 
 import braidax
 from braidax.bindings import BINDINGS
-from tests.laws.tree import ROOT, SRC
+from tests.support.tree import ROOT, SRC
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MATRIX = re.search(

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tests.laws.tree import ROOT
+from tests.support.tree import ROOT
 
 MAX_BYTES = 1_000_000
 # Written with classes of one letter, so that this file does not find itself.

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.laws.tree import SRC, modules
+from tests.support.tree import SRC, modules
 
 MAX_MODULES = 650  # beyond those of JAX; from compiled files each takes about half a millisecond
 FOREIGN = {"absl", "jax", "jaxtyping", "numpy", "optax", "xxhash"}  # what `import braidax` loads that is installed

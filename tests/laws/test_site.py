@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.laws.site import (
+from tests.support.laws.site import (
     anchors,
     dead_links,
     defined,
@@ -16,7 +16,7 @@ from tests.laws.site import (
     strange_messages,
     unlisted,
 )
-from tests.laws.tree import ROOT, SRC, parsed
+from tests.support.tree import ROOT, SRC, parsed
 
 DOCS = ROOT / "docs"
 OUTSIDE = pages_from_outside((DOCS / "site" / "hooks.py").read_text())

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.pages import blocks, fresh_processes
-from tests.laws.tree import ROOT
+from tests.support.laws.pages import blocks, fresh_processes
+from tests.support.tree import ROOT
 
 
 def python(folder: Path, *arguments: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.tree import ROOT, SRC, definitions, modules
+from tests.support.tree import ROOT, SRC, definitions, modules
 
 FORBIDDEN = {"manager", "engine", "util", "utils", "helper", "helpers", "base", "common"}
 BRITISH = re.compile(

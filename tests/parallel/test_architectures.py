@@ -23,7 +23,7 @@ from braidax.parallel.plan.costs.architectures import (
 )
 from braidax.parallel.plan.planned.variable import Costs
 from braidax.parallel.rows.touched import Touched
-from tests.parallel.models import make_mesh
+from tests.support.parallel.models import make_mesh
 
 EIGHT = Workers(8, 1, "device", is_known=True)
 

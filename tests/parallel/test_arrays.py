@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from braidax.parallel.given.arrays import adopt, place, strong
-from tests.parallel.models import make_mesh
+from tests.support.parallel.models import make_mesh
 
 
 def test_what_is_in_place_is_left_alone() -> None:

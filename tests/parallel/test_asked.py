@@ -10,7 +10,7 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
-from tests.parallel.models import assert_close, copied, init, make_batch, make_mesh, masked_loss, specs
+from tests.support.parallel.models import assert_close, copied, init, make_batch, make_mesh, masked_loss, specs
 
 PLATEAU = optax.contrib.reduce_on_plateau(factor=0.5, patience=0, rtol=0.5)
 ROWS = 301

@@ -12,7 +12,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every, load_params
 from braidax.errors import ArgumentError
-from tests.parallel.models import make_mesh
+from tests.support.parallel.models import make_mesh
 
 DECAY = 0.75
 ROWS = 2001

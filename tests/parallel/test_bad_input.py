@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, SpecError
-from tests.parallel.models import make_mesh, refused
+from tests.support.parallel.models import make_mesh, refused
 
 BATCH = {"ids": jax.ShapeDtypeStruct((16, 3), jnp.int32)}
 KERNEL = "params/kernel"

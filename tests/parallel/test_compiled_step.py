@@ -15,7 +15,7 @@ import pytest
 import braidax as bx
 from braidax.errors import ArgumentError
 from braidax.parallel import CompiledStep
-from tests.parallel.models import recorded_events
+from tests.support.parallel.models import recorded_events
 
 WIDTH, SAMPLES, DEVICES = 256, 64, 8
 WEIGHT = 4 * WIDTH * WIDTH

@@ -12,7 +12,7 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.program import collectives_of, total_sent
-from tests.parallel.models import make_mesh, specs
+from tests.support.parallel.models import make_mesh, specs
 
 ROWS, WIDTH, BATCH, CANDIDATES = 40_960, 64, 256, 64
 RANDOM = np.random.default_rng(0)

@@ -11,7 +11,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, SpecError
 from braidax.program import collectives_of, total_sent
-from tests.parallel.models import assert_close, copied, make_mesh
+from tests.support.parallel.models import assert_close, copied, make_mesh
 
 BATCH, PIECES, ROWS = 32, 2, 64
 OPTIMIZER = optax.sgd(1e-2, momentum=0.9)

@@ -13,7 +13,7 @@ from flax import nnx
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, StateError
 from braidax.program import collectives_of
-from tests.parallel.models import copied, make_mesh
+from tests.support.parallel.models import copied, make_mesh
 
 ROWS, WIDTH, LENGTH = 408, 16, 4
 SHARDED = bx.FullySharded(min_bytes=0)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, SpecError
 from braidax.parallel.given.dim_names import dim_names
-from tests.parallel.models import assert_close, copied, make_mesh
+from tests.support.parallel.models import assert_close, copied, make_mesh
 
 BATCH = jax.ShapeDtypeStruct((16, 8), jnp.float32)
 RULES = [("mlp", "model"), ("embed", None)]

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
-from tests.parallel.models import assert_close, copied, make_mesh, recorded_events, single_device, specs
+from tests.support.parallel.models import assert_close, copied, make_mesh, recorded_events, single_device, specs
 
 BATCH, LENGTH, ROWS, WIDTH = 16, 5, 203, 6  # no mesh divides the rows
 OPTIMIZERS: dict[str, optax.GradientTransformation] = {

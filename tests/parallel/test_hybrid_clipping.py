@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import braidax.parallel as bx
-from tests.parallel.models import assert_close, copied, on_one_device, single_device
 from tests.parallel.test_hybrid import (
     HYBRID,
     LOSSES,
@@ -22,6 +21,7 @@ from tests.parallel.test_hybrid import (
     placed,
     pooled,
 )
+from tests.support.parallel.models import assert_close, copied, on_one_device, single_device
 
 SCHEDULE = optax.linear_schedule(0.1, 0.02, 8)
 OPTIMIZERS: dict[str, optax.GradientTransformation] = {

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import braidax.parallel as bx
-from tests.parallel.models import copied, recorded_events, specs
+from tests.support.parallel.models import copied, recorded_events, specs
 
 ROWS, WIDTH, BATCH = 61, 4, 8
 Optimizer = optax.GradientTransformation | optax.GradientTransformationExtraArgs

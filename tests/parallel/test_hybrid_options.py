@@ -13,7 +13,6 @@ from braidax.errors import ArgumentError, DataError, StateError
 from braidax.parallel.compute.late_checks import LATE_UPDATES
 from braidax.parallel.rows import row_adagrad
 from braidax.program import compile_on
-from tests.parallel.models import copied
 from tests.parallel.test_hybrid import (
     HYBRID,
     OPTIMIZERS,
@@ -28,6 +27,7 @@ from tests.parallel.test_hybrid import (
     sampled,
     scanned,
 )
+from tests.support.parallel.models import copied
 
 TABLES = ("table", "other", "narrow")
 INNER = {f"params/{name}": bx.Rows(aggregate="inner") for name in TABLES}

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from braidax.parallel.compute.in_flight import MAX_IN_FLIGHT, InFlight
-from tests.laws.tree import ROOT
-from tests.parallel.many_updates import NUM_UPDATES, RATE, first, loss, samples
+from tests.support.parallel.many_updates import NUM_UPDATES, RATE, first, loss, samples
+from tests.support.tree import ROOT
 
 LIMIT = "--xla_cpu_collective_call_terminate_timeout_seconds=20"  # in place of 40, after which XLA ends the process
 
@@ -53,7 +53,7 @@ def test_a_call_waits_for_the_one_so_many_before_it_on_cpu_alone() -> None:
 def test_a_loop_that_reads_nothing_ends(form: str) -> None:
     flags = f"{LIMIT} {os.environ.get('XLA_FLAGS', '')}"
     run = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.many_updates", form],
+        [sys.executable, "-m", "tests.support.parallel.many_updates", form],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
         capture_output=True,

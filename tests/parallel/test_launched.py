@@ -18,11 +18,11 @@ from braidax.gang.hosts import Host
 from braidax.gang.launch import launch_here
 from braidax.gang.over_ssh import Remote, launch_over_ssh
 from braidax.gang.program import Program
-from tests.gang import ssh
-from tests.gang.programs import wait_until_gone
-from tests.laws.tree import ROOT
-from tests.parallel.launched import NUM_STEPS, SAVED, WORKERS
-from tests.parallel.workers.teams import batches, make_step, on_one_device
+from tests.support.gang import ssh
+from tests.support.gang.programs import wait_until_gone
+from tests.support.parallel.launched import NUM_STEPS, SAVED, WORKERS
+from tests.support.parallel.workers.teams import batches, make_step, on_one_device
+from tests.support.tree import ROOT
 
 Launch = Callable[..., tuple[int, str]]
 
@@ -36,7 +36,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
     def run(*case: str, processes: int, servers: int, log: io.StringIO | None = None, **options: Any) -> Any:
         log, restarts = io.StringIO() if log is None else log, options.pop("restarts", 0)
         given: dict[str, Any] = {"initialize": "nothing", **options}
-        program = Program("tests.parallel.launched", case, "module", devices_per_process=1, **given)
+        program = Program("tests.support.parallel.launched", case, "module", devices_per_process=1, **given)
         return launch_here(program, processes, servers=servers, restarts=restarts, log=log), log.getvalue()
 
     return run
@@ -55,7 +55,7 @@ def launched_over_ssh(command: str, monkeypatch: pytest.MonkeyPatch) -> Launch:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
     def run(*case: str, hosts: list[Host], restarts: int = 0, initialize: Any = "nothing") -> Any:
-        program = Program("tests.parallel.launched", case, "module", initialize, devices_per_process=1)
+        program = Program("tests.support.parallel.launched", case, "module", initialize, devices_per_process=1)
         log, remote = io.StringIO(), Remote(ssh=command)
         return launch_over_ssh(program, hosts, remote=remote, restarts=restarts, log=log), log.getvalue()
 

@@ -10,7 +10,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, WaitTimeout
 from braidax.parallel.plan.costs.measure import measure_machine
-from tests.parallel.models import make_mesh
+from tests.support.parallel.models import make_mesh
 
 LINK = bx.Link(bytes_per_second=50e9, latency_seconds=5e-6, hidden=0.9)
 MACHINE = bx.Machine(400e12, {"data": LINK, "model": bx.Link(2e9)}, {"data": bx.Link(100e9)}, 80 << 30, "8 × a device")

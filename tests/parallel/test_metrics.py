@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import braidax.parallel as bx
-from tests.parallel.models import make_mesh, specs
+from tests.support.parallel.models import make_mesh, specs
 
 ROWS, WIDTH, LENGTH, CLASSES, BATCH = 999, 8, 4, 512, 16
 RANDOM = np.random.default_rng(0)

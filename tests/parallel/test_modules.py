@@ -12,7 +12,7 @@ from flax import nnx
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, StateError
-from tests.parallel.models import assert_close, copied, make_mesh
+from tests.support.parallel.models import assert_close, copied, make_mesh
 
 ALL = bx.FullySharded(min_bytes=0)
 WIDTH = 16

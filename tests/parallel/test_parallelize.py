@@ -8,7 +8,7 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, SpecError
-from tests.parallel.models import init, make_batch, make_mesh, masked_loss, specs
+from tests.support.parallel.models import init, make_batch, make_mesh, masked_loss, specs
 
 
 @pytest.mark.parametrize("missing", ["init", "batch"])

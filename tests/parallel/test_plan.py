@@ -17,9 +17,9 @@ from braidax.parallel.plan.model import Model
 from braidax.parallel.plan.plan import Costs, follow, make_plan, shardings_of
 from braidax.parallel.plan.replaying import anywhere
 from braidax.program import collectives_of, named_leaves, total_sent
-from tests.drawn import Parsed, needs_nothing_else
-from tests.parallel.dense.models import MODELS
-from tests.parallel.models import init, make_mesh, specs
+from tests.support.parallel.dense.models import MODELS
+from tests.support.parallel.models import init, make_mesh, specs
+from tests.support.pictures import Parsed, needs_nothing_else
 
 
 def plan() -> bx.Plan:

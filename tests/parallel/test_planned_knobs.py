@@ -13,7 +13,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.parallel.compiler_options import compiler_options
-from tests.parallel.models import make_mesh
+from tests.support.parallel.models import make_mesh
 
 SPECS = {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32)}
 

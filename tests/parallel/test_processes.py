@@ -10,10 +10,10 @@ import pytest
 from braidax.gang import LocalGang
 from braidax.gang.launch import launch_here
 from braidax.gang.program import Program
-from tests.laws.tree import ROOT
-from tests.parallel.hybrid_of_two import numbers
-from tests.parallel.one_of_two import losses
-from tests.parallel.served_of_two import numbers as served_numbers
+from tests.support.parallel.hybrid_of_two import numbers
+from tests.support.parallel.one_of_two import losses
+from tests.support.parallel.served_of_two import numbers as served_numbers
+from tests.support.tree import ROOT
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def told_by_two(module: str, arguments: tuple[str, ...], monkeypatch: pytest.Mon
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     log = io.StringIO()
-    program = Program(f"tests.parallel.{module}", arguments, kind="module", devices_per_process=4)
+    program = Program(f"tests.support.parallel.{module}", arguments, kind="module", devices_per_process=4)
     assert launch_here(program, 2, log=log) == 0, log.getvalue()
     found = dict(line.split(" ", 1) for line in log.getvalue().splitlines() if line.endswith("]"))
     assert set(found) == {"[0]", "[1]"}

@@ -12,7 +12,7 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
-from tests.parallel.models import assert_close, copied, make_mesh
+from tests.support.parallel.models import assert_close, copied, make_mesh
 
 ROWS, WIDTH = 401, 8
 BATCH = {"ids": jax.ShapeDtypeStruct((16, 3), jnp.int32), "target": jax.ShapeDtypeStruct((16,), jnp.float32)}

@@ -23,10 +23,10 @@ from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CheckpointError
 from braidax.parallel.rows import row_adagrad
 from braidax.parallel.state import Origin
-from tests.checkpoint.told import told
-from tests.data.jax_gang import jax_gang
-from tests.parallel.models import assert_close, copied, specs
 from tests.parallel.test_hybrid import HYBRID, make_batch, make_step, placed, pooled
+from tests.support.checkpoint.told import told
+from tests.support.data.jax_gang import jax_gang
+from tests.support.parallel.models import assert_close, copied, specs
 
 
 def test_a_checkpoint_goes_on_over_another_number_of_devices_and_whole(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, SpecError, StateError
-from tests.parallel.models import (
+from tests.support.parallel.models import (
     MESHES,
     assert_close,
     copied,

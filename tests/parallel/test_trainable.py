@@ -11,7 +11,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.program import collectives_of, named_leaves, total_sent
-from tests.parallel.models import assert_close, copied, make_mesh
+from tests.support.parallel.models import assert_close, copied, make_mesh
 
 ROWS = 401
 BATCH = {"ids": jax.ShapeDtypeStruct((16, 3), jnp.int32), "target": jax.ShapeDtypeStruct((16,), jnp.float32)}

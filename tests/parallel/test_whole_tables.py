@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import braidax.parallel as bx
-from tests.parallel.models import copied, make_mesh, specs
+from tests.support.parallel.models import copied, make_mesh, specs
 
 ROWS, WIDTH, BATCH, LENGTH = 8003, 32, 16, 5
 RANDOM = np.random.default_rng(0)

@@ -12,7 +12,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, DataError, SpecError
 from braidax.program import collectives_of
-from tests.parallel.models import copied, make_mesh
+from tests.support.parallel.models import copied, make_mesh
 
 ROWS, WIDTH, LENGTH = 403, 16, 4
 BATCH = {"ids": jax.ShapeDtypeStruct((16, LENGTH), jnp.int32)}

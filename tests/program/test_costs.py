@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from braidax.program import Cost, cost_of, trace
-from tests.program.losses import draw, ids
+from tests.support.program.losses import draw, ids
 
 FLOPS_WITHIN = 1.05
 BYTES_WITHIN = 4.0  # the compiler fuses: it never moves more

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from braidax.program import Dims, find_dims, named_leaves, trace
-from tests.program.losses import draw, ids
+from tests.support.program.losses import draw, ids
 
 B, T, D, F, H, K = 4, 5, 6, 8, 2, 3
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from braidax.program import trace, with_sums_behind_loops
-from tests.program.losses import SHAPES, draw
+from tests.support.program.losses import SHAPES, draw
 
 N, T, D = 8, 5, 6
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from braidax.program import Cut, Dims, find_dims, find_dims_in_pieces, in_pieces, named_leaves, trace
-from tests.program.losses import draw
+from tests.support.program.losses import draw
 
 B, T, H, K = 4, 5, 2, 3
 D = H * K

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from braidax.errors import ArgumentError
 from braidax.program import Path, Program, Rule, bodies, compile_on, equation_at, evaluate, trace
-from tests.program.losses import SHAPES, draw
+from tests.support.program.losses import SHAPES, draw
 
 Call = Callable[..., Any]
 

@@ -21,8 +21,8 @@ from braidax.program import (
     trace,
     without_tables,
 )
-from tests.program.losses import SHAPES, SPARSE, V, draw
-from tests.program.losses import ids as draw_ids
+from tests.support.program.losses import SHAPES, SPARSE, V, draw
+from tests.support.program.losses import ids as draw_ids
 
 
 class Case:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from braidax.program import Site, find_sites, trace
-from tests.program.losses import draw, ids
+from tests.support.program.losses import draw, ids
 
 B, D, F, L = 4, 6, 8, 3
 

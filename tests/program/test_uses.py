@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from braidax.program import LeafUses, find_uses, trace
-from tests.program import losses
-from tests.program.losses import SHAPES, draw, ids
+from tests.support.program import losses
+from tests.support.program.losses import SHAPES, draw, ids
 
 
 def uses_of(loss: Any, params: Any, *rest: Any, argument: int = 0) -> dict[str, LeafUses]:

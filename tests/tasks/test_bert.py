@@ -13,7 +13,7 @@ from braidax.errors import ArgumentError, FormatError
 from braidax.tasks.bert import bert
 from braidax.tasks.bert_model import Bert, Sizes
 from braidax.tasks.task import Task
-from tests.tasks.updates import batch_of, count, losses_of
+from tests.support.tasks.updates import batch_of, count, losses_of
 
 SMALL = Sizes(50, 16, width=8, num_layers=2, num_heads=2, dropout=0.5)
 

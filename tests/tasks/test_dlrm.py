@@ -13,7 +13,7 @@ from braidax.program import find_uses, trace
 from braidax.tasks.dlrm import dlrm, make_clicks
 from braidax.tasks.dlrm_model import Sizes, init_dlrm, predict_clicks
 from braidax.tasks.task import Task
-from tests.tasks.updates import batch_of, count, losses_of
+from tests.support.tasks.updates import batch_of, count, losses_of
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from braidax.errors import ArgumentError
 from braidax.tasks.inception_model import InceptionV3
 from braidax.tasks.inception_v3 import inception_v3
 from braidax.tasks.task import Task, image_task
-from tests.tasks.updates import batch_of, count, losses_of
+from tests.support.tasks.updates import batch_of, count, losses_of
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from braidax.tasks.lm1b_model import (
     sampled_softmax,
 )
 from braidax.tasks.task import Task
-from tests.tasks.updates import batch_of, count, losses_of
+from tests.support.tasks.updates import batch_of, count, losses_of
 
 NUM_CLASSES, NUM_SAMPLED = 50, 10
 

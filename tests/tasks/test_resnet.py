@@ -9,8 +9,8 @@ from PIL import Image
 
 from braidax.errors import ArgumentError, FormatError
 from braidax.tasks.resnet import resnet
-from tests.tasks.archives import write_cifar100
-from tests.tasks.updates import batch_of, count, losses_of
+from tests.support.tasks.archives import write_cifar100
+from tests.support.tasks.updates import batch_of, count, losses_of
 
 
 def write_folders(folder: Path, num_classes: int, names: tuple[str, ...] = ("train", "val")) -> Path:

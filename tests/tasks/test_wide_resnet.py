@@ -9,7 +9,7 @@ import pytest
 
 from braidax.errors import ArgumentError, FormatError
 from braidax.tasks.wide_resnet import wide_resnet
-from tests.tasks.archives import write_cifar100, write_mnist
+from tests.support.tasks.archives import write_cifar100, write_mnist
 
 
 def test_cifar_100_is_resized_to_224_and_has_100_classes(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CommError
-from tests.comm.ranks import outcomes, results
+from tests.support.comm.ranks import outcomes, results
 
 DTYPES = [
     np.dtype(f"{kind}{size}")

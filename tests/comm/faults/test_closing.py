@@ -11,7 +11,7 @@ import pytest
 
 from braidax.comm import Communicator
 from braidax.errors import CommError, PeerLost
-from tests.comm.ranks import outcomes
+from tests.support.comm.ranks import outcomes
 
 LARGE = np.arange(3 << 17, dtype=np.float64)  # 3 MiB: more than is kept for nobody, less than the kernel takes at once
 CLOSED = r"^rank 0 \(host .*\) is lost: it closed its communicator"

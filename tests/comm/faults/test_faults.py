@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.comm.faults.crew import Harbor
-from tests.comm.faults.trials import MAX_SIZE, Fault, drawn, live_through, run_trials
-from tests.comm.ranks import in_turns
-from tests.comm.relay import Relay
-from tests.comm.transports.tcps import IN_C, IN_PYTHON, OF_BOTH
+from tests.support.comm.faults.crew import Harbor
+from tests.support.comm.faults.trials import MAX_SIZE, Fault, drawn, live_through, run_trials
+from tests.support.comm.ranks import in_turns
+from tests.support.comm.relay import Relay
+from tests.support.comm.transports.tcps import IN_C, IN_PYTHON, OF_BOTH
 
 FAULTS: list[Fault] = ["kill", "stop", "cut"]
 

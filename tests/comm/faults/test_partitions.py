@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.namespaces import Network, reason_against
-from tests.comm.faults.crew import START_SECONDS, Member
-from tests.comm.faults.trials import PEER_TIMEOUT_SECONDS, SLACK_SECONDS, check_after
+from tests.support.comm.faults.crew import START_SECONDS, Member
+from tests.support.comm.faults.trials import PEER_TIMEOUT_SECONDS, SLACK_SECONDS, check_after
 
 LIMIT_SECONDS = 30.0
 

@@ -3,7 +3,7 @@
 import ctypes
 import time
 
-from tests.comm.faults.stalls import Stalls
+from tests.support.comm.faults.stalls import Stalls
 
 
 def test_a_machine_that_stands_still_is_no_fault_of_a_rank() -> None:

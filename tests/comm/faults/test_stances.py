@@ -8,9 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests.comm.faults.crew import Crew, Harbor
-from tests.comm.faults.trials import ALONE, SLACK_SECONDS, TOGETHER, Fault, Trial, attempt, check_after, check_goes_on
-from tests.comm.relay import Relay
+from tests.support.comm.faults.crew import Crew, Harbor
+from tests.support.comm.faults.trials import (
+    ALONE,
+    SLACK_SECONDS,
+    TOGETHER,
+    Fault,
+    Trial,
+    attempt,
+    check_after,
+    check_goes_on,
+)
+from tests.support.comm.relay import Relay
 
 LIMIT_SECONDS = 30.0
 

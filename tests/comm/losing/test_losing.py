@@ -12,10 +12,10 @@ from braidax.comm import Communicator, Hub, InProcessTransport, MemoryStore, con
 from braidax.comm.transports.mpi import MpiTransport
 from braidax.comm.watch import Notice
 from braidax.errors import Aborted, ArgumentError, CommError, HandshakeError, PeerLost, WaitTimeout
-from tests.comm.exercise import exercise
-from tests.comm.ranks import outcomes, results
-from tests.comm.transports.tcps import IN_C, IN_PYTHON
-from tests.comm.transports.worlds import FixedTransport
+from tests.support.comm.exercise import exercise
+from tests.support.comm.ranks import outcomes, results
+from tests.support.comm.transports.tcps import IN_C, IN_PYTHON
+from tests.support.comm.transports.worlds import FixedTransport
 
 TRANSPORTS = ["in-process", IN_C, IN_PYTHON, "ucx"]
 LIMIT_SECONDS = 30.0

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import pytest
 
 from braidax.comm.watch import SECOND_WORD_SECONDS
-from tests.comm.faults.crew import Crew, Harbor
-from tests.comm.relay import How, Relay
-from tests.comm.transports.tcps import IN_C, IN_PYTHON, OF_BOTH
+from tests.support.comm.faults.crew import Crew, Harbor
+from tests.support.comm.relay import How, Relay
+from tests.support.comm.transports.tcps import IN_C, IN_PYTHON, OF_BOTH
 
 Fault = Literal["kill", "stop", "cut off", "cut between two"]
 FAULTS: list[Fault] = ["kill", "stop", "cut off", "cut between two"]
@@ -23,7 +23,7 @@ MAX_SIZE = 6
 PEER_TIMEOUT_SECONDS = 2.0
 SLACK_SECONDS = 6.0
 _SILENCE_SECONDS = 1.2 * PEER_TIMEOUT_SECONDS + SECOND_WORD_SECONDS
-_PROGRAM = "tests.comm.losing.rank"
+_PROGRAM = "tests.support.comm.losing.rank"
 _JOIN_SECONDS = 30.0
 _GO_ON_SECONDS = 0.1
 

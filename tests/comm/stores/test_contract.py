@@ -21,7 +21,7 @@ from braidax.comm.stores.store import ScopedStore, Store
 from braidax.comm.stores.tcp_server import TcpStoreServer
 from braidax.comm.stores.urls import open_store
 from braidax.errors import ArgumentError, WaitTimeout
-from tests.comm.stores.servers import (
+from tests.support.comm.stores.servers import (
     REDIS_PASSWORD,
     SECRET,
     Neighbor,

@@ -13,7 +13,7 @@ import pytest
 from braidax.comm.stores import file
 from braidax.comm.stores.file import FileStore
 from braidax.errors import CommError, WaitTimeout
-from tests.comm.stores.servers import in_thread
+from tests.support.comm.stores.servers import in_thread
 
 
 def test_the_folder_is_of_this_user_only_and_holds_no_drafts(tmp_path: Path) -> None:

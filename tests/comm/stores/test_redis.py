@@ -12,7 +12,7 @@ import redis
 
 from braidax.comm.stores.redis import RedisStore
 from braidax.errors import ArgumentError, CommError, HandshakeError, MissingExtra
-from tests.comm.stores.servers import REDIS_PASSWORD, free_port, in_thread, redis_server
+from tests.support.comm.stores.servers import REDIS_PASSWORD, free_port, in_thread, redis_server
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from braidax.comm.stores.tcp_server import TcpStoreServer
 from braidax.connections.greeting import Greeting
 from braidax.connections.handshake import Handshake, connect_handshake
 from braidax.errors import ArgumentError, CommError, HandshakeError, WaitTimeout
-from tests.comm.stores.servers import free_port, in_thread
+from tests.support.comm.stores.servers import free_port, in_thread
 
 SECRET = b"0123456789abcdef" * 2
 

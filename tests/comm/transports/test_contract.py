@@ -11,9 +11,9 @@ from hypothesis import strategies
 from braidax.comm.transports.in_process import Hub, InProcessTransport
 from braidax.comm.transports.named import make_transport
 from braidax.comm.transports.transport import Transport
-from tests.comm.transports import checks
-from tests.comm.transports.tcps import TCPS, transport_of
-from tests.comm.transports.worlds import Check, Rank, run_mpi, run_threads
+from tests.support.comm.transports import checks
+from tests.support.comm.transports.tcps import TCPS, transport_of
+from tests.support.comm.transports.worlds import Check, Rank, run_mpi, run_threads
 
 CHECKS = (*checks.CONNECTED, *checks.CONNECTING)
 IN_THREADS = ("in-process", *TCPS, "ucx")

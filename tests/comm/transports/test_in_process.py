@@ -13,7 +13,7 @@ from braidax.comm.transports.in_process import Hub, InProcessTransport
 from braidax.comm.transports.transport import Operation
 from braidax.connections.world import World
 from braidax.errors import ArgumentError, HandshakeError, PeerLost, WaitTimeout
-from tests.comm.transports.worlds import SECRET, Rank, hosts, run_threads, wait
+from tests.support.comm.transports.worlds import SECRET, Rank, hosts, run_threads, wait
 
 
 def connected(hub: Hub, size: int) -> list[Rank]:

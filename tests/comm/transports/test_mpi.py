@@ -6,7 +6,7 @@ import pytest
 
 from braidax.comm.transports.mpi import MpiTransport
 from braidax.errors import MissingExtra
-from tests.comm.transports.worlds import run_mpi
+from tests.support.comm.transports.worlds import run_mpi
 
 
 def test_nothing_is_left_after_close() -> None:

@@ -23,7 +23,7 @@ from braidax.comm.transports.tcp_worker import TcpWorker
 from braidax.comm.transports.transport import MAX_TAG, Operation
 from braidax.connections.world import World
 from braidax.errors import CommError, PeerLost
-from tests.comm.transports.tcps import BINDING
+from tests.support.comm.transports.tcps import BINDING
 
 WORLD = World(0, (b"", b""), ("a", "b"), bytes(32))
 LOST = "rank 1 (host b) is lost: "

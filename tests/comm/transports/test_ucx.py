@@ -28,7 +28,7 @@ from braidax.comm.transports.transport import Operation
 from braidax.comm.transports.ucx import UcxTransport
 from braidax.connections.world import World
 from braidax.errors import ArgumentError, CommError, HandshakeError, MissingExtra, WaitTimeout
-from tests.comm.ranks import in_turns
+from tests.support.comm.ranks import in_turns
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_SECONDS = 60

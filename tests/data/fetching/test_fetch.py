@@ -24,7 +24,7 @@ from braidax.data.sampling.order import Cursor
 from braidax.data.source import VARYING
 from braidax.errors import ArgumentError, BraidaxError, FormatError, ReadError, RecordError, WaitTimeout
 from braidax.spans import Trace
-from tests.data.numbered import Large, Numbers, all_ids, check, ids, peeked, reading_threads
+from tests.support.data.numbered import Large, Numbers, all_ids, check, ids, peeked, reading_threads
 
 SAMPLE_BYTES = 6 * 4 + 4
 

@@ -13,7 +13,7 @@ from braidax.data.fetching import fetch
 from braidax.data.knobs import Knobs
 from braidax.data.loader import DataLoader
 from braidax.errors import ReadError
-from tests.data.numbered import Large, Numbers, all_ids, check, ids, peeked, reading_threads
+from tests.support.data.numbered import Large, Numbers, all_ids, check, ids, peeked, reading_threads
 
 
 @pytest.fixture

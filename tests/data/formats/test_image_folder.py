@@ -9,8 +9,8 @@ from PIL import Image
 import braidax.data as sources
 from braidax.errors import ArgumentError, FormatError, ReadError, RecordError
 from braidax.spans import Trace
-from tests.data.formats import files
-from tests.data.formats.reading import read
+from tests.support.data.formats import files
+from tests.support.data.formats.reading import read
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (6, 5)) -> np.ndarray:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.data.fuzz.cases import CASES
-from tests.data.fuzz.trials import Trials
+from tests.support.data.fuzz.cases import CASES
+from tests.support.data.fuzz.trials import Trials
 
 NUM_MUTATIONS = 300
 QUICK_SHARE = 50  # every so many of them is tried in CI

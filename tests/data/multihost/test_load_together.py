@@ -24,8 +24,8 @@ from braidax.data.transforms.cutting import split
 from braidax.data.transforms.filtering import filter
 from braidax.errors import CallFailed
 from braidax.gang import LocalGang
-from tests.data.jax_gang import RUN_SECONDS, Case, LeafCase, jax_gang
-from tests.data.numbered import Numbers
+from tests.support.data.jax_gang import RUN_SECONDS, Case, LeafCase, jax_gang
+from tests.support.data.numbered import Numbers
 
 NUM_DEVICES = 8
 

@@ -20,8 +20,8 @@ from braidax.data.sampling.order import Cursor
 from braidax.data.storage.progress import Progress
 from braidax.errors import BraidaxError, CallFailed, PeerLost
 from braidax.gang import LocalGang
-from tests.data.jax_gang import RUN_SECONDS, Counting, CountingSliced, jax_gang
-from tests.data.numbered import Numbers
+from tests.support.data.jax_gang import RUN_SECONDS, Counting, CountingSliced, jax_gang
+from tests.support.data.numbered import Numbers
 
 SECONDS = 20.0
 KNOBS = Knobs(timeout_seconds=SECONDS)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from braidax.data import DataLoader
 from braidax.errors import ArgumentError, SpecError
-from tests.data.numbered import Numbers, check
+from tests.support.data.numbered import Numbers, check
 
 BATCH = {"x": jax.ShapeDtypeStruct((16, 6), np.float32), "id": jax.ShapeDtypeStruct((16,), np.int32)}
 

@@ -15,7 +15,7 @@ from braidax.data.sharding.explain import SimulatedDevice, explain
 from braidax.data.sharding.load_plan import plan_load
 from braidax.errors import ArgumentError
 from braidax.spans import Trace
-from tests.data.jax_gang import Counting, CountingSliced
+from tests.support.data.jax_gang import Counting, CountingSliced
 
 TOKENS = {"leaf0": jax.ShapeDtypeStruct((512,), np.int32), "leaf1": jax.ShapeDtypeStruct((), np.int32)}
 

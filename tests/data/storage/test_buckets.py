@@ -9,8 +9,8 @@ import pytest
 
 from braidax.data.storage import Ranges, Remote, list_files, open_files
 from braidax.errors import FormatError
-from tests.bucket_server import BucketServer, serving_bucket, without_credentials
-from tests.google_storage import STRANGER
+from tests.support.bucket_server import BucketServer, serving_bucket, without_credentials
+from tests.support.google_storage import STRANGER
 
 DATA = {f"train/part-{number}.bin": random.Random(number).randbytes(50_000) for number in range(3)}
 OTHERS = {"train/.hidden": b"x", "train/deeper/part-9.bin": b"y" * 10, "other.txt": b"text", "train/a b+c%.txt": b"odd"}

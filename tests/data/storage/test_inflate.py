@@ -19,7 +19,7 @@ import braidax.data.storage.inflate as inflate
 from braidax.data.storage import LocalFiles
 from braidax.data.storage.inflate import compression_of, inflated, inflated_head
 from braidax.errors import FormatError, MissingExtra, RecordError
-from tests.data.formats.reading import read
+from tests.support.data.formats.reading import read
 
 DATA = bytes(range(256)) * 5_000
 

@@ -14,9 +14,9 @@ import braidax as bx
 from braidax.data.storage import Remote, list_files
 from braidax.data.storage.names import inside
 from braidax.errors import FormatError
-from tests.bucket_server import serving_bucket
-from tests.data.formats.mds.mds_files import write_mds
-from tests.data.formats.reading import read
+from tests.support.bucket_server import serving_bucket
+from tests.support.data.formats.mds import write_mds
+from tests.support.data.formats.reading import read
 
 WORK = b"ten years of work"
 

@@ -20,7 +20,7 @@ from braidax.data.storage.derived import Derived
 from braidax.data.storage.locks import NoPlace
 from braidax.data.storage.progress import Progress
 from braidax.errors import FormatError, WaitTimeout
-from tests.data.storage.nursery import Nursery
+from tests.support.data.storage.nursery import Nursery
 
 HEAD = (
     "import os, sys, time; from pathlib import Path\n"

@@ -7,7 +7,7 @@ import pytest
 
 from braidax.data.storage import LocalFiles, Ranges, Remote, list_files, open_files
 from braidax.errors import ArgumentError, FormatError
-from tests.data.storage.faulty_server import Reply, serving
+from tests.support.data.storage.faulty_server import Reply, serving
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from braidax.data.storage import Files, Ranges, Remote, flights, open_files
 from braidax.errors import DataError, FormatError, ReadError, WaitTimeout
-from tests.data.storage.faulty_server import RIGHT, Reply, Request, Server, serving
+from tests.support.data.storage.faulty_server import RIGHT, Reply, Request, Server, serving
 
 DATA = random.Random(0).randbytes(1 << 20)
 SMALL = random.Random(1).randbytes(5000)

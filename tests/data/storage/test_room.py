@@ -17,7 +17,7 @@ from braidax.data.storage.derived import Derived
 from braidax.data.storage.progress import Progress
 from braidax.data.storage.room import Room, limit_bytes, make_room
 from braidax.errors import ArgumentError
-from tests.data.formats.reading import read
+from tests.support.data.formats.reading import read
 
 BYTES = 40_000
 CODE = """

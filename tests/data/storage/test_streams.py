@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidax.data.storage import Remote, open_files
-from tests.data.storage.faulty_server import Server, serving
+from tests.support.data.storage.faulty_server import Server, serving
 
 DATA = random.Random(0).randbytes(30 << 20)
 UNCACHED = Remote(cache_bytes=0)

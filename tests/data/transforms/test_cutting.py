@@ -14,9 +14,9 @@ from braidax.data.loader import DataLoader
 from braidax.data.sampling.order import Cursor
 from braidax.data.source import Sliced, Source, prepare, stamp_of
 from braidax.errors import ArgumentError, RecordError
-from tests.data.jax_gang import CountingSliced
-from tests.data.numbered import Numbers, all_ids
-from tests.data.varying import Varying
+from tests.support.data.jax_gang import CountingSliced
+from tests.support.data.numbered import Numbers, all_ids
+from tests.support.data.varying import Varying
 
 
 def ids(source: Source) -> list[int]:

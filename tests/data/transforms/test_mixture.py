@@ -18,7 +18,7 @@ from braidax.data.loader import DataLoader
 from braidax.data.source import Source, source_at
 from braidax.data.transforms.mixture import _assignment, _shares, mix
 from braidax.errors import ArgumentError, RecordError
-from tests.data.varying import Varying, window
+from tests.support.data.varying import Varying, window
 
 
 def numbers(start: int, count: int) -> Source:

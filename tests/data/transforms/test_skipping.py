@@ -29,9 +29,9 @@ from braidax.data.transforms.mapped import mapped
 from braidax.data.transforms.mixture import mix
 from braidax.data.transforms.skipping import candidate, skipping
 from braidax.errors import ArgumentError, FormatError, ReadError, RecordError, WaitTimeout
-from tests.data.formats.reading import read
-from tests.data.numbered import Numbers
-from tests.data.storage.faulty_server import Reply, serving
+from tests.support.data.formats.reading import read
+from tests.support.data.numbered import Numbers
+from tests.support.data.storage.faulty_server import Reply, serving
 
 BAD = (3, 8, 9, 40, 77, 95)
 

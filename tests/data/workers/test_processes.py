@@ -27,8 +27,8 @@ from braidax.data.workers.processes.memory import SharedMemory, nameless_file
 from braidax.data.workers.processes.pickling import pack, unpack
 from braidax.errors import ArgumentError, BraidaxError, FormatError, PeerLost, ReadError, RecordError, WaitTimeout
 from braidax.spans import Trace, span
-from tests.data import troubled
-from tests.data.troubled import (
+from tests.support.data import troubled
+from tests.support.data.troubled import (
     NUM_SAMPLES,
     Surroundings,
     Troubled,

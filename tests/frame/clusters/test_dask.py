@@ -17,9 +17,9 @@ import braidax.frame as bf
 from braidax.errors import ArgumentError, GangError, MissingExtra
 from braidax.gang import LocalGang
 from braidax.gang.dask import DaskGang
-from tests.frame.clusters.moved import moved_bytes
-from tests.frame.running import names_kept
-from tests.gang.clusters import until
+from tests.support.frame.clusters.moved import moved_bytes
+from tests.support.frame.running import names_kept
+from tests.support.gang.clusters import until
 
 ROWS = 200_000  # of a part
 

@@ -14,8 +14,8 @@ import braidax.frame as bf
 from braidax.errors import ArgumentError, GangError
 from braidax.gang import LocalGang
 from braidax.gang.ray import RayGang
-from tests.frame.running import names_kept
-from tests.gang.ray_cluster import ray_cluster
+from tests.support.frame.running import names_kept
+from tests.support.gang.ray_cluster import ray_cluster
 
 ROWS = 50_000  # of a block
 

@@ -21,8 +21,8 @@ from polars.testing import assert_frame_equal
 import braidax.frame as bf
 from braidax.errors import PeerLost
 from braidax.gang import LocalGang
-from tests.gang import programs
-from tests.gang.clusters import is_running, until
+from tests.support.gang import programs
+from tests.support.gang.clusters import is_running, until
 
 SIZE, ROWS, GROUPS = 3, 120_000, 5_000
 LIMIT_SECONDS = 60.0

@@ -17,9 +17,9 @@ import braidax.frame as bf
 from braidax.errors import ArgumentError, CallFailed, GangError, PeerLost
 from braidax.frame.replaying import replayed
 from braidax.gang import LocalGang
-from tests.frame.losing.dying import Dying, Failing
-from tests.gang import programs
-from tests.gang.clusters import until
+from tests.support.frame.losing.dying import Dying, Failing
+from tests.support.gang import programs
+from tests.support.gang.clusters import until
 
 ROWS, SIZE = 3000, 3
 LAST = ROWS - 1.0

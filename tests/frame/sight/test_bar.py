@@ -14,8 +14,8 @@ import braidax.frame as bf
 from braidax.errors import ArgumentError
 from braidax.frame.sight import bar
 from braidax.gang import LocalGang
-from tests.gang.programs import wait_until_gone
-from tests.terminal import CURSOR_HIDDEN, CURSOR_SHOWN, Terminal, on_terminal
+from tests.support.gang.programs import wait_until_gone
+from tests.support.terminal import CURSOR_HIDDEN, CURSOR_SHOWN, Terminal, on_terminal
 
 PLAN = """
 import os, sys, threading, time

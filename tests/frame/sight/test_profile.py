@@ -20,9 +20,9 @@ from braidax.frame.sight.measuring import PHASES, Phase, Work
 from braidax.frame.sight.operation import Operation, size_of
 from braidax.frame.sight.profiled import Profile, profile_of
 from braidax.gang import LocalGang
-from tests.frame.queries.catalogue import CATALOGUE
-from tests.frame.tables import Tables
-from tests.frame.worlds import Worlds
+from tests.support.frame.queries.catalogue import CATALOGUE
+from tests.support.frame.tables import Tables
+from tests.support.frame.worlds import Worlds
 
 ROWS = 6000
 SIZE = 3

@@ -190,7 +190,7 @@ def test_ranks_on_dask_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def test_ranks_on_ray_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     from braidax.gang.ray import RayGang
-    from tests.gang.ray_cluster import ray_cluster
+    from tests.support.gang.ray_cluster import ray_cluster
 
     with ray_cluster(num_cpus=3), RayGang(2, num_cpus=0.5, timeout_seconds=200) as gang:
         check_is_told(gang, monkeypatch, tmp_path)

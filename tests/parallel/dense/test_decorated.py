@@ -12,8 +12,8 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.program import collectives_of, total_sent
-from tests.parallel.dense.models import MODELS, Model
-from tests.parallel.models import assert_close, copied, make_mesh, specs
+from tests.support.parallel.dense.models import MODELS, Model
+from tests.support.parallel.models import assert_close, copied, make_mesh, specs
 
 ALL = bx.FullySharded(min_bytes=0)
 SLOW = pytest.mark.slow

@@ -13,8 +13,8 @@ import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.layout import Axis, Layout
 from braidax.program import collectives_of, total_sent
-from tests.parallel.dense.models import BATCH, LENGTH, MODELS, WIDTH, Model
-from tests.parallel.models import assert_close, copied, make_mesh, on_one_device, single_device, specs
+from tests.support.parallel.dense.models import BATCH, LENGTH, MODELS, WIDTH, Model
+from tests.support.parallel.models import assert_close, copied, make_mesh, on_one_device, single_device, specs
 
 ALL = bx.FullySharded(min_bytes=0)
 SLOW = pytest.mark.slow

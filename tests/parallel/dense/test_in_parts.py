@@ -10,8 +10,8 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.program import collectives_of, total_sent
-from tests.parallel.dense.models import MODELS, Model
-from tests.parallel.models import assert_close, copied, make_mesh, on_one_device, specs
+from tests.support.parallel.dense.models import MODELS, Model
+from tests.support.parallel.models import assert_close, copied, make_mesh, on_one_device, specs
 
 OPTIMIZER = optax.adam(1e-2)
 SLOW = pytest.mark.slow

@@ -18,11 +18,11 @@ from braidax.parallel.plan import compiling
 from braidax.parallel.plan.compiling import RingForm
 from braidax.parallel.plan.placements import check_hops
 from braidax.program import collectives_of, total_sent
-from tests.parallel.dense.models import BATCH, LENGTH, MODELS, VOCABULARY, WIDTH, Model
 from tests.parallel.dense.test_decorated import assert_as_on_one_device as assert_decorated
 from tests.parallel.dense.test_decorated import begin, whole_step
 from tests.parallel.dense.test_gathered import assert_as_on_one_device, make_step
-from tests.parallel.models import make_mesh
+from tests.support.parallel.dense.models import BATCH, LENGTH, MODELS, VOCABULARY, WIDTH, Model
+from tests.support.parallel.models import make_mesh
 
 ALL = bx.RotatedTensorParallel(min_bytes=0)
 SLOW = pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
-from tests.parallel.models import assert_close, copied, on_one_device, refused
+from tests.support.parallel.models import assert_close, copied, on_one_device, refused
 
 WIDTH, HIDDEN = 16, 64
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)

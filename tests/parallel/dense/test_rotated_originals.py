@@ -25,7 +25,7 @@ import optax
 import pytest
 
 import braidax.parallel as bx
-from tests.parallel.models import assert_close, copied, on_one_device, specs
+from tests.support.parallel.models import assert_close, copied, on_one_device, specs
 
 BATCH, LENGTH, WIDTH, WORDS = 16, 6, 16, 50
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)

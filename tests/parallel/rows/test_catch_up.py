@@ -12,7 +12,7 @@ import pytest
 
 from braidax.parallel import rows
 from braidax.parallel.rows.moving.optimizers import Alone
-from tests.parallel.rows.training import quickly
+from tests.support.parallel.rows.training import quickly
 
 SLOW = pytest.mark.slow
 SCHEDULE = optax.linear_schedule(0.1, 0.02, 40)

@@ -12,7 +12,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, DataError
 from braidax.program import collectives_of
-from tests.parallel.models import assert_close, copied, make_mesh
+from tests.support.parallel.models import assert_close, copied, make_mesh
 
 ROWS, WIDTH, BATCH, LENGTH = 4096, 6, 16, 5
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))

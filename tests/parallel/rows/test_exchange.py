@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from braidax.errors import ArgumentError
 from braidax.parallel import rows
 from braidax.program import compile_on
-from tests.parallel.rows.training import Case, make_mesh, quickly, shardings, squared_norm
+from tests.support.parallel.rows.training import Case, make_mesh, quickly, shardings, squared_norm
 
 SHAPES = [
     Case("8 auto", num_rows=(37,), width=(3,), id_shapes=((8, 9),), slack=1.0),

@@ -11,7 +11,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.parallel import rows
-from tests.parallel.rows.training import make_mesh
+from tests.support.parallel.rows.training import make_mesh
 
 
 @pytest.mark.parametrize(("num_rows", "num_shards"), [(37, 8), (40, 8), (3, 8), (1, 1)])

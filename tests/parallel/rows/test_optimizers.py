@@ -10,7 +10,7 @@ import pytest
 
 from braidax.errors import ArgumentError
 from braidax.parallel import rows
-from tests.parallel.rows.training import Case, on_mesh
+from tests.support.parallel.rows.training import Case, on_mesh
 
 SCHEDULE = optax.cosine_decay_schedule(0.1, 10)
 ELEMENTWISE = {

@@ -14,7 +14,6 @@ import braidax.parallel as bx
 from braidax.errors import ArgumentError, DataError
 from braidax.parallel.rows import row_optimizer
 from braidax.parallel.rows.touched import Touched
-from tests.parallel.models import assert_close, copied, recorded_events, single_device, specs
 from tests.parallel.test_hybrid import (
     HYBRID,
     LOSSES,
@@ -29,6 +28,7 @@ from tests.parallel.test_hybrid_optimizers import ROWS as SMALL_ROWS
 from tests.parallel.test_hybrid_optimizers import init as small_init
 from tests.parallel.test_hybrid_optimizers import loss as small_loss
 from tests.parallel.test_hybrid_optimizers import make_batch as make
+from tests.support.parallel.models import assert_close, copied, recorded_events, single_device, specs
 
 SLOW = pytest.mark.slow
 NUM_UPDATES = 6

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from braidax.parallel import rows
-from tests.parallel.rows.training import Case, make_step, quickly, shardings, started
+from tests.support.parallel.rows.training import Case, make_step, quickly, shardings, started
 
 SIZES = {"f32": 4, "s32": 4}
 WIDTH = 32

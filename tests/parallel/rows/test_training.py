@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from braidax.parallel import rows
-from tests.parallel.rows.training import Case, on_mesh, on_one_device
+from tests.support.parallel.rows.training import Case, on_mesh, on_one_device
 
 NUM_STEPS = 10
 EPS = 1e-4  # above what the order of a sum changes; test_catch_up has the usual one

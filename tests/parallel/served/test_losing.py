@@ -20,8 +20,8 @@ from braidax.comm import Communicator
 from braidax.errors import ArgumentError, PeerLost
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
-from tests.parallel.models import copied, specs
 from tests.parallel.served.test_prepared import init, loss, zipf_batches
+from tests.support.parallel.models import copied, specs
 
 NUM_STEPS = 24
 OPTIMIZERS = {

@@ -10,7 +10,7 @@ from braidax.errors import CommError, PeerLost
 from braidax.parallel.served.batches.batch_rows import BatchRows
 from braidax.parallel.served.batches.on_host import summed_on_host
 from braidax.parallel.served.wire import packed
-from tests.comm.ranks import outcomes
+from tests.support.comm.ranks import outcomes
 
 WIDTH = 3
 IDS = {"words": [[1, 4, 9], [4, 5], []], "other": [[], [7], [2, 7]]}

@@ -13,9 +13,9 @@ from braidax.errors import ArgumentError
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
 from braidax.spans import Trace
-from tests.parallel.models import copied, make_mesh, specs
 from tests.parallel.test_hybrid import LOSSES, OPTIMIZERS, make_batch
 from tests.parallel.test_hybrid import init as sampled_init
+from tests.support.parallel.models import copied, make_mesh, specs
 
 ROWS, WIDTH, BATCH = 500, 4, 16
 

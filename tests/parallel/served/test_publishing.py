@@ -23,10 +23,10 @@ from braidax.parallel.served.files.fingerprints import Fingerprints, fingerprint
 from braidax.parallel.served.files.form import Header, listed, opened
 from braidax.parallel.served.on_servers import shard as shards
 from braidax.parallel.served.on_servers.shard import Shard
-from tests.laws.tree import ROOT
-from tests.parallel.models import specs
 from tests.parallel.served.test_prepared import ROWS, init, loss, zipf_batches
 from tests.parallel.served.test_server import OPTIMIZERS, form_of
+from tests.support.parallel.models import specs
+from tests.support.tree import ROOT
 
 BATCHES = zipf_batches(12)
 

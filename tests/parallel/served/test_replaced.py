@@ -14,11 +14,11 @@ from braidax.errors import CommError, GangError, PeerLost
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
 from braidax.parallel.served.meetings.meeting import Meeting
-from tests.gang.clusters import until
-from tests.parallel.models import copied
 from tests.parallel.served.test_losing import assert_equal, make_step, own_pid
 from tests.parallel.served.test_prepared import zipf_batches
-from tests.parallel.workers import teams
+from tests.support.gang.clusters import until
+from tests.support.parallel.models import copied
+from tests.support.parallel.workers import teams
 
 NUM_STEPS = 9
 KILLED = {2: 1, 6: 2}  # servers, by step: of part 1 there is then but what the first one was given anew

@@ -27,9 +27,9 @@ from braidax.parallel.served.layouts.layout import Layout
 from braidax.parallel.served.on_servers.holder import Holder
 from braidax.parallel.served.on_servers.moving import progressions
 from braidax.parallel.served.wire import packed
-from tests.parallel.models import assert_close, copied, specs
 from tests.parallel.served.test_losing import assert_equal, own_pid
 from tests.parallel.served.test_prepared import ROWS, WIDTH, init, loss, zipf_batches
+from tests.support.parallel.models import assert_close, copied, specs
 
 NUM_STEPS = 12
 SLOW = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from braidax.parallel.stages.chained import forward, joined, value_and_gradients
 from braidax.parallel.stages.passes import Passes
 from braidax.program import Chain
-from tests.program.cutting.models import Case, gpt, layers, residual
+from tests.support.program.cutting.models import Case, gpt, layers, residual
 
 CASES = {"layers": layers(4), "gpt": gpt(3), "residual": residual(norm=True)}
 

@@ -15,8 +15,8 @@ from braidax.parallel.stages.schedules import Costs, simulate
 from braidax.parallel.stages.searching import named, searched
 from braidax.parallel.stages.segments import Seconds, Segment, counted
 from braidax.program import Chain
-from tests.parallel.stages.running.cases import looped
-from tests.program.cutting.models import layers
+from tests.support.parallel.stages.running.cases import looped
+from tests.support.program.cutting.models import layers
 
 
 def by_hand(*, recompute: bool = False) -> CutLoss:

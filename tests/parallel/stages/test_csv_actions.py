@@ -4,7 +4,7 @@ import pytest
 
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.schedules import Kind, format_csv, one_forward_one_backward, parse_csv, with_transfers
-from tests.parallel.stages.pipelines import NAMED
+from tests.support.parallel.stages.pipelines import NAMED
 
 
 @pytest.mark.parametrize("name", sorted(NAMED))

@@ -12,8 +12,8 @@ from braidax.parallel.stages.balance import Priced, Pricing, Span
 from braidax.parallel.stages.cut import CutLoss, cut, remembered
 from braidax.parallel.stages.segments import Seconds, counted, measured, segments_of
 from braidax.program import Chain, Stage, trace
-from tests.parallel.models import refused
-from tests.program.cutting.models import draw, gpt, layers, residual
+from tests.support.parallel.models import refused
+from tests.support.program.cutting.models import draw, gpt, layers, residual
 
 CASES = {"layers": layers(9), "gpt": gpt(8), "residual": residual()}
 

@@ -10,7 +10,7 @@ import pytest
 from braidax.parallel.stages.halved import Halved
 from braidax.parallel.stages.passes import Passes, is_float
 from braidax.program import Chain, Stage
-from tests.program.cutting.models import draw, gpt, layers, residual
+from tests.support.program.cutting.models import draw, gpt, layers, residual
 
 CASES = {"layers": layers(4), "gpt": gpt(3), "residual": residual(norm=True)}
 

@@ -24,7 +24,7 @@ from braidax.parallel.stages.schedules import (
 )
 from braidax.parallel.stages.schedules.named.v_shape import _blocks  # pyright: ignore[reportPrivateUsage]
 from braidax.parallel.stages.schedules.versions import given_up
-from tests.parallel.stages.pipelines import FLUSHED, NAMED
+from tests.support.parallel.stages.pipelines import FLUSHED, NAMED
 
 
 @settings(max_examples=60, deadline=None)

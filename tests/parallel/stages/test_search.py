@@ -30,7 +30,7 @@ from braidax.parallel.stages.schedules.search.dispatch import dispatched, polici
 from braidax.parallel.stages.schedules.search.improve import fits, makespan
 from braidax.parallel.stages.schedules.search.layouts import layouts
 from braidax.parallel.stages.schedules.search.problem import Problem
-from tests.parallel.stages.pipelines import FLUSHED, merged
+from tests.support.parallel.stages.pipelines import FLUSHED, merged
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.gang import LocalGang
 from braidax.program.excerpts import Excerpt
-from tests.parallel.workers.teams import (
+from tests.support.parallel.workers.teams import (
     BATCH,
     OPTIMIZERS,
     WIDTH,

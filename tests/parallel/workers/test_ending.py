@@ -12,7 +12,7 @@ import pytest
 
 import braidax as bx
 from braidax.gang import LocalGang
-from tests.parallel.workers.teams import BATCH, batches, make_step, own_part, team
+from tests.support.parallel.workers.teams import BATCH, batches, make_step, own_part, team
 
 MOST = 40
 

@@ -11,7 +11,7 @@ from braidax.data import DataLoader
 from braidax.data import open as open_source
 from braidax.gang import LocalGang
 from braidax.loop import evaluate, fit
-from tests.parallel.workers.teams import BATCH, assert_close, batches, make_step
+from tests.support.parallel.workers.teams import BATCH, assert_close, batches, make_step
 
 
 def test_a_run_goes_on_with_what_servers_had(gangs: dict[int, LocalGang], tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.comm import Communicator
 from braidax.errors import CallFailed, GangError, PeerLost
 from braidax.gang import LocalGang
-from tests.gang.clusters import is_running, until
-from tests.parallel.workers.teams import (
+from tests.support.gang.clusters import is_running, until
+from tests.support.parallel.workers.teams import (
     BATCH,
     READ,
     WORDS,

@@ -15,7 +15,7 @@ import braidax.parallel as bx
 from braidax.comm import Communicator
 from braidax.errors import PeerLost
 from braidax.gang import LocalGang
-from tests.parallel.workers.teams import BATCH, assert_close, batches, make_step, own_part, team
+from tests.support.parallel.workers.teams import BATCH, assert_close, batches, make_step, own_part, team
 
 NUM_STEPS = 12
 

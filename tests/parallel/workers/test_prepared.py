@@ -10,7 +10,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.gang import LocalGang
-from tests.parallel.workers.teams import (
+from tests.support.parallel.workers.teams import (
     BATCH,
     OPTIMIZERS,
     assert_close,

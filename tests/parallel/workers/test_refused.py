@@ -10,8 +10,8 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, DataError
 from braidax.gang import LocalGang
-from tests.parallel.workers import teams
-from tests.parallel.workers.teams import BATCH, batches, init, loss, make_step, one_device, spec
+from tests.support.parallel.workers import teams
+from tests.support.parallel.workers.teams import BATCH, batches, init, loss, make_step, one_device, spec
 
 PS = bx.ParameterServers()
 MEETING = bx.Meeting("127.0.0.1:1", b"", "a job", "tcp", 1.0, num_servers=2, num_workers=3)

@@ -10,7 +10,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.gang import LocalGang
-from tests.parallel.workers.teams import OPTIMIZERS, WIDTH, WORDS, batches, init, make_step, own_part, team
+from tests.support.parallel.workers.teams import OPTIMIZERS, WIDTH, WORDS, batches, init, make_step, own_part, team
 
 
 def wider(key: jax.Array) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
 from braidax.gang import LocalGang
-from tests.parallel.workers.teams import BATCH, assert_close, batches, make_step, own_part, team
+from tests.support.parallel.workers.teams import BATCH, assert_close, batches, make_step, own_part, team
 
 NUM_STEPS, SAVED = 8, 5
 

@@ -13,7 +13,7 @@ import braidax.parallel as bx
 from braidax.comm import Communicator
 from braidax.errors import CallFailed, PeerLost
 from braidax.gang import LocalGang
-from tests.parallel.workers.teams import (
+from tests.support.parallel.workers.teams import (
     BATCH,
     SUMMED,
     assert_close,

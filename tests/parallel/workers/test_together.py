@@ -9,7 +9,7 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.gang import LocalGang
-from tests.parallel.workers.teams import (
+from tests.support.parallel.workers.teams import (
     BATCH,
     SUMMED,
     assert_close,

@@ -8,7 +8,7 @@ import pytest
 
 from braidax.errors import ArgumentError
 from braidax.program import Border, Chain, Stage, trace
-from tests.program.cutting.models import Case, draw, gpt, layers, residual
+from tests.support.program.cutting.models import Case, draw, gpt, layers, residual
 
 
 def leaves_of(stage: Stage, argument: int = 0) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from braidax.errors import ArgumentError
 from braidax.program import FollowingPart, Lies, following, trace
-from tests.program.cutting.models import draw
+from tests.support.program.cutting.models import draw
 
 PARAMS = {"head": draw(4, 4, seed=1), "layers": draw(6, 4, 4, seed=2), "tied": draw(4, 4, seed=3)}
 BATCH = {"mask": draw(8, seed=4), "x": draw(8, 4, seed=5)}

@@ -9,7 +9,7 @@ import pytest
 
 from braidax.errors import ArgumentError
 from braidax.program import Program, split_scan, trace
-from tests.program.cutting.models import draw
+from tests.support.program.cutting.models import draw
 
 
 def looped(weights: Any, x: Any, *, reverse: bool = False) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from braidax.program import find_mixing, trace
-from tests.program.cutting.models import draw, gpt, layers, residual
+from tests.support.program.cutting.models import draw, gpt, layers, residual
 
 
 def normalized(params: Any, x: Any) -> Any:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from braidax.program import part_of, trace
-from tests.program.cutting.models import draw
+from tests.support.program.cutting.models import draw
 
 
 def test_a_part_computes_values_from_others() -> None:

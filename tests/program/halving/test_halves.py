@@ -14,7 +14,7 @@ from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p, sc
 from braidax.program import Program, bodies, bytes_of, cost_of, trace
 from braidax.program.halving.halves import Halves, halves
 from braidax.program.prune import prune
-from tests.program.cutting.models import draw
+from tests.support.program.cutting.models import draw
 
 
 class Case(NamedTuple):

@@ -12,7 +12,7 @@ from jax.extend.core.primitives import scan_p
 from braidax.program import trace
 from braidax.program.halving.merged import loops_merged
 from braidax.program.halving.opened import written_out
-from tests.program.cutting.models import draw
+from tests.support.program.cutting.models import draw
 
 X = draw(4, 3)
 

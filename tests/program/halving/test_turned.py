@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from braidax.program import trace
 from braidax.program.halving.opened import written_out
 from braidax.program.halving.turned import products_turned
-from tests.program.cutting.models import draw
+from tests.support.program.cutting.models import draw
 
 X, Y = draw(3, 5, 4), draw(3, 5, 6, seed=1)
 

@@ -10,7 +10,7 @@ import pytest
 
 from braidax.program import automatic, compile_on, trace
 from braidax.program.putting_off.parts import left_in_parts
-from tests.program.losses import draw
+from tests.support.program.losses import draw
 
 B, D = 4, 6
 

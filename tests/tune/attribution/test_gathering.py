@@ -11,7 +11,7 @@ from braidax.errors import ArgumentError, CommError
 from braidax.spans import LaneTotal, Span, Trace
 from braidax.tune import TracePart, gather_traces, merge_traces
 from braidax.tune.attribution import gathering
-from tests.data.jax_gang import RUN_SECONDS, jax_gang
+from tests.support.data.jax_gang import RUN_SECONDS, jax_gang
 
 
 def part(rank: int, clock: str, ends: dict[int, float], *, since_epoch: float = 0.0) -> TracePart:

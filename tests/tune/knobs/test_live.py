@@ -26,7 +26,7 @@ from braidax.tune import (
     parallelize_options,
     read_knobs,
 )
-from tests.data.numbered import Numbers, ids, peeked
+from tests.support.data.numbered import Numbers, ids, peeked
 
 BATCH = {"x": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
 

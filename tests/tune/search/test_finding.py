@@ -15,8 +15,8 @@ from braidax.tune.search.candidates import candidates
 from braidax.tune.search.ranking import rank
 from braidax.tune.search.roles import HYBRID, ONE_EACH
 from braidax.tune.search.workload import workload
-from tests.parallel.dense.models import MODELS
-from tests.parallel.models import specs
+from tests.support.parallel.dense.models import MODELS
+from tests.support.parallel.models import specs
 
 MODEL = MODELS["gpt"]
 GIVEN: dict[str, Any] = {"init": MODEL.init, "batch": specs(MODEL.batch(0))}

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from braidax.tune.study import SPACE, Length, Place, Run, Setting, find_best_mix, open_bench
-from tests.tune.study.tiny import CASE
+from tests.support.tune.study.tiny import CASE
 
 
 def run_of(setting: Setting, length: Length) -> Run:

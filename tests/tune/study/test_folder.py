@@ -8,7 +8,7 @@ import pytest
 from braidax.errors import ArgumentError
 from braidax.tune import LANES
 from braidax.tune.study import FORMAT, Run, Setting, StudyFolder
-from tests.tune.study.tiny import ABOUT
+from tests.support.tune.study.tiny import ABOUT
 
 
 def run(block: int) -> Run:

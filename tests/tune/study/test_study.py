@@ -17,7 +17,7 @@ from braidax.errors import ArgumentError, CallFailed
 from braidax.tune.study import Design, Place, Progress, Run, StudyFolder, Written, run_study, write_report
 from braidax.tune.study.findings import find
 from braidax.tune.study.report.charts import milliseconds
-from tests.tune.study.tiny import ABOUT, CASE, DESIGN, fail
+from tests.support.tune.study.tiny import ABOUT, CASE, DESIGN, fail
 
 PLACE = Place(devices=2)
 LIMIT_SECONDS = 120.0
@@ -41,7 +41,9 @@ class Studied:
 def _killed(path: Path) -> bytes:
     """Kills a study that has begun as `kill -9` does, and cuts its last line; returns the lines that it had kept."""
     runs = path / "runs.jsonl"
-    process = subprocess.Popen([sys.executable, "-m", "tests.tune.study.killed", str(path)], env=dict(os.environ))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.tune.study.killed", str(path)], env=dict(os.environ)
+    )
     try:
         deadline = time.monotonic() + LIMIT_SECONDS
         while not (runs.exists() and runs.read_bytes().count(b"\n") >= 2):

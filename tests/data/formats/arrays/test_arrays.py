@@ -11,7 +11,7 @@ import braidax.data as sources
 from braidax.data.formats.arrays.arrays import ArraySource
 from braidax.data.storage import mapped as memory
 from braidax.errors import ArgumentError, FormatError, RecordError
-from tests.data.formats.reading import assert_equal, read
+from tests.support.data.formats.reading import assert_equal, read
 
 
 def saved(path: Path, values: np.ndarray) -> Path:

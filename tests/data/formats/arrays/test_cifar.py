@@ -8,8 +8,8 @@ import pytest
 
 import braidax.data as sources
 from braidax.errors import ArgumentError, FormatError
-from tests.data.formats import files
-from tests.data.formats.reading import assert_equal, read
+from tests.support.data.formats import files
+from tests.support.data.formats.reading import assert_equal, read
 
 TEN = [files.cifar10_python, files.cifar10_binary]
 HUNDRED = [files.cifar100_python, files.cifar100_binary]

@@ -8,8 +8,8 @@ import pytest
 from braidax.data.formats.arrays.fixed_width import FixedSource, Run, open_npy_files, open_token_files
 from braidax.data.storage import Files, LocalFiles
 from braidax.errors import ArgumentError, FormatError, RecordError
-from tests.data.formats import files
-from tests.data.formats.reading import read
+from tests.support.data.formats import files
+from tests.support.data.formats.reading import read
 
 
 class Remote(Files):

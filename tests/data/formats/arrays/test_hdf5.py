@@ -14,8 +14,8 @@ from braidax.data.formats.arrays.arrays import ArraySource
 from braidax.data.formats.tables.arrow import ArrowSource
 from braidax.data.formats.tables.blocks import BlockSource
 from braidax.errors import ArgumentError, FormatError, MissingExtra, RecordError
-from tests.data.formats.reading import assert_equal, read
-from tests.data.storage.faulty_server import serving
+from tests.support.data.formats.reading import assert_equal, read
+from tests.support.data.storage.faulty_server import serving
 
 NUM_ROWS = 23
 ORDER = [22, 0, 5, 5, 7, 6, 21]

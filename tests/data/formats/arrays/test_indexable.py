@@ -10,7 +10,7 @@ from PIL import Image
 
 import braidax.data as sources
 from braidax.errors import ArgumentError, FormatError, RecordError
-from tests.data.formats.reading import assert_equal, read
+from tests.support.data.formats.reading import assert_equal, read
 
 
 def raised(kind: type[Exception], items: Any, indices: list[int] | None = None) -> str:

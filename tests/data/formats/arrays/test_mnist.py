@@ -7,8 +7,8 @@ import pytest
 
 import braidax.data as sources
 from braidax.errors import ArgumentError, FormatError
-from tests.data.formats import files
-from tests.data.formats.reading import assert_equal, read
+from tests.support.data.formats import files
+from tests.support.data.formats.reading import assert_equal, read
 
 
 def expected(seed: int, count: int) -> dict[str, np.ndarray]:

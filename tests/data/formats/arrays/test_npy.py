@@ -10,8 +10,8 @@ import pytest
 import braidax.data as data
 from braidax.data.storage.limits import LIMIT, max_bytes
 from braidax.errors import FormatError
-from tests.data.formats import files
-from tests.data.formats.reading import read
+from tests.support.data.formats import files
+from tests.support.data.formats.reading import read
 
 
 def npy(header: str, *, version: tuple[int, int] = (1, 0), num_bytes: int = 64) -> bytes:

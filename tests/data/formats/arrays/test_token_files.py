@@ -7,7 +7,7 @@ import pytest
 
 import braidax.data as sources
 from braidax.errors import ArgumentError, FormatError
-from tests.data.formats.reading import assert_equal, read
+from tests.support.data.formats.reading import assert_equal, read
 
 
 def header(magic: int, version: int, num_tokens: int) -> bytes:

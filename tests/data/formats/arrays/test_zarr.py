@@ -17,8 +17,8 @@ from braidax.data.formats.arrays.zarr import _codecs
 from braidax.data.formats.tables.arrow import ArrowSource
 from braidax.data.formats.tables.blocks import BlockSource
 from braidax.errors import ArgumentError, BraidaxError, FormatError, MissingExtra, RecordError
-from tests.bucket_server import serving_bucket
-from tests.data.formats.reading import assert_equal, read
+from tests.support.bucket_server import serving_bucket
+from tests.support.data.formats.reading import assert_equal, read
 
 NUM_ROWS = 23
 ORDER = [22, 0, 5, 5, 7, 6, 21]

@@ -21,9 +21,9 @@ from braidax.data.formats.mds.mds import open_mds
 from braidax.data.source import is_varying
 from braidax.data.storage import LocalFiles, Ranges
 from braidax.errors import ArgumentError, FormatError, MissingExtra, RecordError
-from tests.data.formats.mds.mds_files import compress, write_mds
-from tests.data.formats.reading import read
-from tests.data.storage.faulty_server import serving
+from tests.support.data.formats.mds import compress, write_mds
+from tests.support.data.formats.reading import read
+from tests.support.data.storage.faulty_server import serving
 
 ENCODINGS = {
     "flag": "uint8", "half": "float16", "wide": "int64", "n": "int", "x": "ndarray:float32:2,3", "text": "str",

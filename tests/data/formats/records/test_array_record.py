@@ -14,7 +14,7 @@ from braidax.data.formats.records.fields import sampled_indices
 from braidax.data.registry import ARRAY_RECORD_MAGIC
 from braidax.data.storage import LocalFiles
 from braidax.errors import ArgumentError, FormatError, MissingExtra, RecordError
-from tests.data.formats.reading import read
+from tests.support.data.formats.reading import read
 
 
 def written(path: Path, records: Sequence[bytes], options: str = "group_size:1") -> Path:

@@ -19,7 +19,7 @@ from braidax.data.formats.records.csv import open_csv
 from braidax.data.formats.records.records import RecordSource
 from braidax.data.storage import LocalFiles
 from braidax.errors import ArgumentError, FormatError, RecordError
-from tests.data.formats.reading import read
+from tests.support.data.formats.reading import read
 
 
 def opened(folder: Path, *contents: str | bytes, suffix: str = "csv", **options: Any) -> RecordSource:

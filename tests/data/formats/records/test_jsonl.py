@@ -13,7 +13,7 @@ from braidax.data.formats.records.records import RecordSource
 from braidax.data.source import VARYING, is_varying
 from braidax.data.storage import LocalFiles
 from braidax.errors import ArgumentError, FormatError, RecordError
-from tests.data.formats.reading import read
+from tests.support.data.formats.reading import read
 
 
 def opened(folder: Path, *records: Any, **options: Any) -> RecordSource:

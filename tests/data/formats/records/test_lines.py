@@ -14,7 +14,7 @@ from braidax.data.formats.records.lines import open_lines, scan_filled_lines, sc
 from braidax.data.formats.records.records import RecordSource
 from braidax.data.storage import LocalFiles
 from braidax.errors import FormatError, RecordError
-from tests.data.formats.reading import read
+from tests.support.data.formats.reading import read
 
 
 def opened(folder: Path, *contents: bytes) -> RecordSource:

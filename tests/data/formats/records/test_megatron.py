@@ -12,8 +12,8 @@ import braidax as bx
 import braidax.data as sources
 from braidax.data.source import stamp_of
 from braidax.errors import ArgumentError, FormatError, RecordError
-from tests.data.formats.reading import read
-from tests.data.storage.faulty_server import serving
+from tests.support.data.formats.reading import read
+from tests.support.data.storage.faulty_server import serving
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 SEQUENCES = [[1, 2, 3], [], [40], [5, 6, 7, 8, 9], [10, 11]]

@@ -13,7 +13,7 @@ from braidax.data.source import Indices, prepare
 from braidax.data.storage import Files, LocalFiles, Ranges
 from braidax.errors import FormatError, RecordError
 from braidax.spans import Trace
-from tests.data.formats.reading import read
+from tests.support.data.formats.reading import read
 
 
 class Watched(Files):

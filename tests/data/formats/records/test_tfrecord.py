@@ -17,8 +17,8 @@ from braidax.data.source import VARYING
 from braidax.data.storage import LocalFiles
 from braidax.data.transforms.mapped import mapped
 from braidax.errors import FormatError, RecordError
-from tests.data.formats.reading import read
 from tests.data.formats.records.test_example import example
+from tests.support.data.formats.reading import read
 
 
 def write(path: Path, records: list[bytes]) -> Path:

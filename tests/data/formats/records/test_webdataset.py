@@ -19,8 +19,8 @@ from braidax.data.formats.records.webdataset import open_webdataset, scan
 from braidax.data.source import VARYING, is_varying
 from braidax.data.storage import LocalFiles, Remote, open_files
 from braidax.errors import ArgumentError, FormatError, RecordError
-from tests.data.formats.reading import read
-from tests.data.storage.faulty_server import serving
+from tests.support.data.formats.reading import read
+from tests.support.data.storage.faulty_server import serving
 
 Contents = Iterable[tuple[str, bytes]]
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}

@@ -20,8 +20,8 @@ from braidax.data.source import Source, is_varying
 from braidax.data.storage import LocalFiles, Remote, open_files
 from braidax.data.storage import mapped as memory
 from braidax.errors import ArgumentError, FormatError, RecordError
-from tests.data.formats.reading import read
-from tests.data.storage.faulty_server import serving
+from tests.support.data.formats.reading import read
+from tests.support.data.storage.faulty_server import serving
 
 NUM_ROWS = 50
 

@@ -20,7 +20,7 @@ from braidax.data.formats.tables.ipc import Batch, _message, read_layout
 from braidax.data.storage.limits import LIMIT
 from braidax.data.storage.mapped import Mapped
 from braidax.errors import ArgumentError, FormatError
-from tests.data.formats.reading import read
+from tests.support.data.formats.reading import read
 
 NUM_ROWS = 40
 

@@ -11,7 +11,7 @@ import pytest
 import braidax as bx
 from braidax.data.formats.tables.pages import inflated_bytes
 from braidax.errors import FormatError
-from tests.data.formats.reading import read
+from tests.support.data.formats.reading import read
 
 NUM_ROWS = 10_000
 

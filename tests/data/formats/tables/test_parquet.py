@@ -17,8 +17,8 @@ from braidax.data.formats.tables.parquet import ParquetTable, open_parquet
 from braidax.data.storage import LocalFiles, Ranges, Remote, open_files
 from braidax.errors import ArgumentError, FormatError, RecordError, WaitTimeout
 from braidax.spans import Trace
-from tests.data.formats.reading import assert_equal, read
-from tests.data.storage.faulty_server import serving
+from tests.support.data.formats.reading import assert_equal, read
+from tests.support.data.storage.faulty_server import serving
 
 
 def written(path: Path, columns: Mapping[str, Any], row_group_size: int = 3) -> Path:

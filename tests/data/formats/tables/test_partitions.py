@@ -14,8 +14,8 @@ import pytest
 
 import braidax as bx
 from braidax.errors import FormatError
-from tests.bucket_server import serving_bucket
-from tests.data.formats.reading import read
+from tests.support.bucket_server import serving_bucket
+from tests.support.data.formats.reading import read
 
 NUM_ROWS = 12
 

@@ -9,7 +9,7 @@ import pytest
 import braidax as bx
 from braidax.data.as_arrow import as_arrow
 from braidax.data.formats.tables.arrow import ArrowSource
-from tests.data.formats.reading import read
+from tests.support.data.formats.reading import read
 
 NUM_ROWS = 100
 WORDS = [f"a word that is longer than twelve bytes: {row % 7}" for row in range(NUM_ROWS)]

@@ -24,8 +24,8 @@ from braidax.data.transforms.images.augment import center_crop, flipped, random_
 from braidax.data.transforms.images.decoded import decoded
 from braidax.data.transforms.mapped import mapped, normalized, resized
 from braidax.errors import ArgumentError, RecordError
-from tests.data.formats.reading import read
-from tests.data.photos import Files, encode, photo, pillow
+from tests.support.data.formats.reading import read
+from tests.support.data.photos import Files, encode, photo, pillow
 
 NUM = 40
 WHERE = np.stack(np.meshgrid(np.arange(48), np.arange(64), [0], indexing="ij"), axis=-1)[:, :, 0]  # its own place

@@ -12,7 +12,7 @@ from PIL import Image
 import braidax.data as sources
 from braidax.data.transforms.images.headers import promised_size
 from braidax.errors import ArgumentError, RecordError
-from tests.data.formats.reading import read
+from tests.support.data.formats.reading import read
 
 FORMS: dict[str, dict[str, Any]] = {
     "jpeg": {"format": "JPEG"},

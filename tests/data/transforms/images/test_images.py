@@ -19,8 +19,8 @@ from braidax.data.transforms.images.decode import decode_images, image_size
 from braidax.data.transforms.images.decoded import decoded
 from braidax.data.transforms.images.quiet import Quiet
 from braidax.errors import ArgumentError, RecordError
-from tests.data.formats.reading import read
-from tests.data.photos import Files, encode, photo, pillow
+from tests.support.data.formats.reading import read
+from tests.support.data.photos import Files, encode, photo, pillow
 
 SIZE = (32, 40)
 KINDS: dict[str, dict[str, Any]] = {

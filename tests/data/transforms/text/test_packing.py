@@ -24,7 +24,7 @@ from braidax.data.transforms.text.packing import packed
 from braidax.data.transforms.text.packing_plan import Plan, plan_in_memory
 from braidax.data.transforms.text.text import tokenized
 from braidax.errors import ArgumentError, FormatError, RecordError
-from tests.data.varying import Varying, documents, window
+from tests.support.data.varying import Varying, documents, window
 
 Lengths = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 60)), min_size=1, max_size=60).filter(any)
 

@@ -18,7 +18,7 @@ from braidax.data.loader import DataLoader
 from braidax.data.source import is_varying
 from braidax.data.transforms.text.text import padded, tokenized
 from braidax.errors import ArgumentError, BraidaxError, FormatError, MissingExtra, RecordError
-from tests.data.varying import Varying, window
+from tests.support.data.varying import Varying, window
 
 TEXTS = ["the cat sat on the mat", "", "a dog", "the dog sat, and the cat ran " * 4, "naïve 猫 text\n"] * 4
 SOURCE = Varying({"text": TEXTS})

@@ -15,10 +15,10 @@ import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.schedules import Kind, Operation, Schedule, double_buffered, pipedream, versions
-from tests.parallel.models import recorded_events, refused, specs
-from tests.parallel.stages.running.cases import Case, looped, mlp
 from tests.parallel.stages.running.test_pipelined_step import init_of
-from tests.program.cutting.models import draw
+from tests.support.parallel.models import recorded_events, refused, specs
+from tests.support.parallel.stages.running.cases import Case, looped, mlp
+from tests.support.program.cutting.models import draw
 
 COUNT = 8
 ADAMW = optax.adamw(1e-2, weight_decay=0.1)

@@ -13,10 +13,10 @@ from safetensors.numpy import load_file
 import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
 from braidax.errors import CheckpointError
-from tests.parallel.models import copied, specs
-from tests.parallel.stages.running.cases import Case, looped
 from tests.parallel.stages.running.test_pipelined_step import init_of
-from tests.program.cutting.models import draw
+from tests.support.parallel.models import copied, specs
+from tests.support.parallel.stages.running.cases import Case, looped
+from tests.support.program.cutting.models import draw
 
 CASE = looped(6, width=5)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=0.1))

@@ -20,9 +20,9 @@ from braidax.parallel.stages.schedules import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from tests.parallel.models import recorded_events, refused
-from tests.parallel.stages.pipelines import FLUSHED
-from tests.parallel.stages.running.cases import (
+from tests.support.parallel.models import recorded_events, refused
+from tests.support.parallel.stages.pipelines import FLUSHED
+from tests.support.parallel.stages.running.cases import (
     Case,
     check,
     gradients_of,
@@ -34,7 +34,7 @@ from tests.parallel.stages.running.cases import (
     small_gpt,
     stages_of,
 )
-from tests.program.cutting.models import draw, residual
+from tests.support.program.cutting.models import draw, residual
 
 
 def of_layout(name: str, devices: int, count: int) -> list[Schedule]:

@@ -16,8 +16,8 @@ import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
 from braidax.errors import ArgumentError, SpecError
 from braidax.parallel.stages.schedules import one_forward_one_backward
-from tests.parallel.models import recorded_events, refused, specs
-from tests.parallel.stages.running.cases import Case, looped, mlp, small_gpt
+from tests.support.parallel.models import recorded_events, refused, specs
+from tests.support.parallel.stages.running.cases import Case, looped, mlp, small_gpt
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=0.1))
 

@@ -14,11 +14,11 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.checkpoint.format.reading import read_manifest
 from braidax.gang.launch import launch_here
 from braidax.gang.program import Program
-from tests.checkpoint.saving import read_all
-from tests.laws.tree import ROOT
-from tests.parallel.models import copied
-from tests.parallel.stages.running.of_two import numbers
-from tests.parallel.stages.running.saved_by_two import BATCH, make
+from tests.support.checkpoint.saving import read_all
+from tests.support.parallel.models import copied
+from tests.support.parallel.stages.running.of_two import numbers
+from tests.support.parallel.stages.running.saved_by_two import BATCH, make
+from tests.support.tree import ROOT
 
 
 def launched(module: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -52,7 +52,7 @@ def launched(module: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_two_processes_equal_one_device(mesh: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = launched("tests.parallel.stages.running.of_two", (mesh, schedule), monkeypatch)
+    found = launched("tests.support.parallel.stages.running.of_two", (mesh, schedule), monkeypatch)
     wanted = numbers("none, table" if mesh.startswith("hybrid") else "none", "")
     for told in found:
         np.testing.assert_allclose(json.loads(told), wanted, rtol=2e-5)
@@ -61,7 +61,7 @@ def test_two_processes_equal_one_device(mesh: str, schedule: str, monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["PipeDream", "PipeDream, vertical sync", "2BW"])
 def test_two_processes_are_as_stale_as_one(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = launched("tests.parallel.stages.running.of_two", ("stages", schedule), monkeypatch)
+    found = launched("tests.support.parallel.stages.running.of_two", ("stages", schedule), monkeypatch)
     wanted = numbers("stages here", schedule)
     assert len(wanted) == 9
     for told in found:
@@ -73,7 +73,9 @@ def test_a_process_that_is_killed_is_named_on_the_other_one(monkeypatch: pytest.
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     log = io.StringIO()
-    program = Program("tests.parallel.stages.running.killed_of_two", ("1",), kind="module", devices_per_process=1)
+    program = Program(
+        "tests.support.parallel.stages.running.killed_of_two", ("1",), kind="module", devices_per_process=1
+    )
     assert launch_here(program, 2, log=log) != 0
     told = [line.split(" ", 1)[1] for line in log.getvalue().splitlines() if line.startswith("[0] [")]
     assert len(told) == 1, log.getvalue()
@@ -91,7 +93,7 @@ def test_two_processes_go_on_from_one_and_one_from_them(tmp_path: Path, monkeypa
     state, _ = none.update(none.init(jax.random.key(3)), BATCH)
     with Checkpointer(tmp_path / "one", Every(1)) as saver:
         saver.save((state, 5))
-    ran = launched("tests.parallel.stages.running.saved_by_two", (str(tmp_path),), monkeypatch)
+    ran = launched("tests.support.parallel.stages.running.saved_by_two", (str(tmp_path),), monkeypatch)
     expected, metrics = none.update(state, BATCH)
     for words in ran:
         np.testing.assert_allclose(float(words.removeprefix("loss ")), metrics["loss"], rtol=2e-5)

@@ -25,8 +25,9 @@ from braidax.parallel.stages.schedules import (
     simulate,
     zero_bubble_h1,
 )
-from tests.parallel.models import recorded_events, refused
-from tests.parallel.stages.running.cases import (
+from tests.parallel.stages.running.test_pipelined_step import make, same_updates
+from tests.support.parallel.models import recorded_events, refused
+from tests.support.parallel.stages.running.cases import (
     Case,
     check,
     key_and_batch,
@@ -36,8 +37,7 @@ from tests.parallel.stages.running.cases import (
     small_gpt,
     stages_of,
 )
-from tests.parallel.stages.running.test_pipelined_step import make, same_updates
-from tests.program.cutting.models import draw
+from tests.support.program.cutting.models import draw
 
 ADAM = optax.adam(1e-2)
 

@@ -17,12 +17,12 @@ import pytest
 import braidax as bx
 from braidax.checkpoint import Checkpointer, Every
 from braidax.data import Cursor, DataLoader
-from tests.checkpoint.saving import read_all
-from tests.comm.stores.servers import free_port
-from tests.laws.tree import ROOT
-from tests.parallel.models import copied
-from tests.parallel.stages.running.of_two import SAMPLES
-from tests.parallel.stages.running.resumed import SOURCE, make, run
+from tests.support.checkpoint.saving import read_all
+from tests.support.comm.stores.servers import free_port
+from tests.support.parallel.models import copied
+from tests.support.parallel.stages.running.of_two import SAMPLES
+from tests.support.parallel.stages.running.resumed import SOURCE, make, run
+from tests.support.tree import ROOT
 
 LIMIT_SECONDS = 300.0
 
@@ -30,7 +30,7 @@ LIMIT_SECONDS = 300.0
 def of_two(root: Path, victim: int = -1) -> list[tuple[int, str]]:
     """Trains in two processes. **Returns:** how each has ended, and what it has printed."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(["src", "."])}
-    command, port = [sys.executable, "-m", "tests.parallel.stages.running.resumed"], str(free_port())
+    command, port = [sys.executable, "-m", "tests.support.parallel.stages.running.resumed"], str(free_port())
     both = [
         subprocess.Popen(
             [*command, str(root), port, str(process), str(victim)],

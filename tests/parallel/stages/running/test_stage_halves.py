@@ -12,7 +12,7 @@ from braidax.parallel.stages.running import flat
 from braidax.parallel.stages.running.executor import Pipelined
 from braidax.parallel.stages.schedules import zero_bubble_h1
 from braidax.program import bytes_of
-from tests.parallel.stages.running.cases import check, looped, mlp, pipelined
+from tests.support.parallel.stages.running.cases import check, looped, mlp, pipelined
 
 
 def watch(run: Pipelined, monkeypatch: pytest.MonkeyPatch, stage: int) -> tuple[list[Any], list[Any]]:

@@ -1,9 +1,0 @@
-"""A program that runs the tiny study, for a test that kills it: `python -m tests.tune.study.killed FOLDER`."""
-
-import sys
-
-from braidax.tune.study import Place, StudyFolder, run_study
-from tests.tune.study.tiny import ABOUT, CASE, DESIGN
-
-if __name__ == "__main__":
-    run_study(CASE, DESIGN, StudyFolder(sys.argv[1], ABOUT), place=Place(devices=2))
