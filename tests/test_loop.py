@@ -19,29 +19,7 @@ from braidax.loop import evaluate, fit, fitting
 from braidax.parallel import DataParallel, FullySharded, Hybrid, Plan, Rows, Step, parallelize
 from braidax.report import Report
 from braidax.spans import Trace
-
-MESH = jax.make_mesh((4, 2), ("data", "model"))
-SAMPLES = {"x": np.random.default_rng(0).normal(size=(44, 3)).astype(np.float32), "y": np.arange(44, dtype=np.float32)}
-
-
-def make_step(optimizer: optax.GradientTransformation, samples: dict[str, Any], batch_size: int) -> Step:
-    def loss(params: Any, batch: Any) -> Any:
-        mask = batch.get("mask", jnp.ones_like(batch["y"], bool))
-        errors = jnp.where(mask, (batch["x"] @ params["w"] - batch["y"]) ** 2, 0.0)
-        return jnp.sum(errors) / jnp.sum(mask), {"largest": jnp.max(batch["y"]), "errors": errors}
-
-    batch = {name: jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), array.dtype) for name, array in samples.items()}
-    strategies = {"data": DataParallel(), "model": DataParallel()}
-
-    def init(key: Any) -> Any:
-        return {"w": jnp.zeros(samples["x"].shape[1])}
-
-    return parallelize(loss, optimizer, MESH, strategies, init=init, batch=batch)
-
-
-def make_loader(step: Step, samples: Any = SAMPLES, *, batch_size: int = 8, **options: Any) -> DataLoader:
-    return DataLoader(samples, MESH, step.batch_shardings, batch_size=batch_size, **options)
-
+from tests.support.loop import MESH, SAMPLES, make_loader, make_step
 
 _SAID = "step 7 is done and saved; run the program again to go on from there"
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from braidax.checkpoint import TrueShapes, export_orbax, restore, restore_orbax, restore_safetensors
 from braidax.checkpoint.format.reading import Reader
 from braidax.errors import CheckpointError
-from tests.checkpoint.test_neighbors import saving
+from tests.support.checkpoint.neighbors import saving
 from tests.support.checkpoint.saving import Longer, Tables, commit, commit_as_many, load, read_all
 
 ROWS = np.arange(1, 14 * 5 + 1, dtype=np.float32).reshape(14, 5)

@@ -21,43 +21,8 @@ from braidax.checkpoint.places.lockstep import Lockstep
 from braidax.checkpoint.places.passing import position_of
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CheckpointError
+from tests.support.checkpoint.neighbors import SECONDS, Together, alone, saving
 from tests.support.checkpoint.saving import bits, names
-
-SECONDS = 30.0
-
-
-class Together:
-    """Messages among threads of this process."""
-
-    def __init__(self, rank: int, size: int, shared: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self.hosts, self.timeout_seconds = rank, size, ("here",) * size, SECONDS
-        self._shared, self._barrier = shared, barrier
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return [parts[0] for parts in self._exchange([value])]
-
-    def all_to_all(self, parts: Sequence[Any]) -> list[Any]:
-        return [each[self.rank] for each in self._exchange(parts)]
-
-    def send(self, value: Any, dest: int, *, tag: int = 0) -> None:
-        raise AssertionError("whoever is alone has no neighbor")
-
-    def recv(self, source: int, *, tag: int = 0) -> Any:
-        raise AssertionError("whoever is alone has no neighbor")
-
-    def _exchange(self, parts: Sequence[Any]) -> list[Any]:
-        self._barrier.wait(SECONDS)
-        self._shared[self.rank] = parts
-        self._barrier.wait(SECONDS)
-        return list(self._shared)
-
-
-def alone() -> Together:
-    return Together(0, 1, [None], threading.Barrier(1))
-
-
-def saving(folder: Path, every: int = 1) -> bx.Checkpointer:
-    return bx.Checkpointer(Neighbors(folder, alone()), bx.Every(every))
 
 
 def test_the_protocol_is_what_a_communicator_has() -> None:

@@ -23,10 +23,10 @@ from braidax.checkpoint.places.place import OpenPlace
 from braidax.checkpoint.snapshot.hold import Held, Snapshot
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 from braidax.loop import fit
-from tests.checkpoint.test_neighbors import alone
 from tests.support.bucket_server import serving_bucket
+from tests.support.checkpoint.neighbors import alone
 from tests.support.checkpoint.saving import bits, names
-from tests.test_loop import SAMPLES, make_loader, make_step
+from tests.support.loop import SAMPLES, make_loader, make_step
 
 
 def tree(number: int) -> dict[str, Any]:

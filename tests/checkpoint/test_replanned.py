@@ -12,7 +12,7 @@ import pytest
 
 from braidax.checkpoint import Checkpointer, Every, Folder, Neighbors, restore
 from braidax.errors import ArgumentError, CheckpointError
-from tests.checkpoint.test_neighbors import alone, saving
+from tests.support.checkpoint.neighbors import alone, saving
 from tests.support.checkpoint.saving import commit
 
 

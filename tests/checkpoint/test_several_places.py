@@ -22,8 +22,8 @@ from braidax.comm import Communicator
 from braidax.errors import BraidaxError, PeerLost, WaitTimeout
 from braidax.gang import LocalGang
 from braidax.spans import Trace
-from tests.checkpoint.test_several_processes import own, tree, whole
 from tests.support.bucket_server import serving_bucket
+from tests.support.checkpoint.leaves import own, tree, whole
 from tests.support.checkpoint.saving import names
 from tests.support.checkpoint.told import told
 from tests.support.data.jax_gang import RUN_SECONDS, jax_gang

@@ -23,11 +23,11 @@ from braidax.data import DataLoader
 from braidax.gang.program import Program
 from braidax.loop import evaluate
 from braidax.parallel import DataParallel, parallelize
-from tests.gang.test_launch import JOIN, SAVE, STOPS
+from tests.support.gang.launched import JOIN, SAVE, STOPS
 from tests.support.gang.programs import wait_until_gone
 from tests.support.tasks.archives import write_mnist
+from tests.support.tasks.criteo import write_criteo
 from tests.support.tree import ROOT
-from tests.tasks.test_dlrm import write_criteo
 
 COMMAND = [sys.executable, "-m", "braidax.cli"]
 JAX = """

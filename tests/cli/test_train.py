@@ -20,7 +20,7 @@ from braidax.cli import app
 from braidax.cli.train import due_checkpoints
 from braidax.parallel import Link, Machine
 from tests.support.tasks.archives import write_cifar100, write_mnist
-from tests.tasks.test_dlrm import write_criteo
+from tests.support.tasks.criteo import write_criteo
 
 COMMAND = [sys.executable, "-c", "from braidax.cli import main; main()"]
 

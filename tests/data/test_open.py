@@ -19,13 +19,13 @@ from braidax.data.loader import DataLoader
 from braidax.data.registry import kind_of
 from braidax.data.storage import Remote
 from braidax.errors import ArgumentError, FormatError
-from tests.data.formats.records.test_example import example
-from tests.data.formats.records.test_tfrecord import write as write_tfrecord
-from tests.data.formats.records.test_webdataset import shard
 from tests.support.bucket_server import serving_bucket
 from tests.support.data.formats import files
+from tests.support.data.formats.example import example
 from tests.support.data.formats.mds import write_mds
 from tests.support.data.formats.reading import assert_equal, read
+from tests.support.data.formats.tfrecord import write as write_tfrecord
+from tests.support.data.formats.webdataset import shard
 from tests.support.data.storage.faulty_server import serving
 
 FILES = (

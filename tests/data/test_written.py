@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +20,7 @@ from braidax.data.written import WritesArrow, Written, write
 from braidax.errors import ArgumentError, CallFailed, SpecError
 from braidax.gang import LocalGang
 from tests.support.data.jax_gang import RUN_SECONDS, jax_gang
-
-ROWS = 40
-
-
-class Table:
-    """Writes numbers into two files, and counts how often it was asked to."""
-
-    def __init__(self, frame: pl.DataFrame | None = None, error: BaseException | None = None) -> None:
-        self.frame = pl.DataFrame({"x": np.arange(ROWS)}) if frame is None else frame
-        self.error = error
-        self.num_writes = 0
-
-    def sink_arrow(self, folder: str | os.PathLike[str]) -> Sequence[int]:
-        self.num_writes += 1
-        Path(folder).mkdir()
-        parts = [self.frame[: ROWS // 4], self.frame[ROWS // 4 :]]
-        for number, part in enumerate(parts):
-            part.write_ipc(Path(folder) / f"part-{number}.arrow", compat_level=pl.CompatLevel.oldest())
-        if self.error is not None:
-            raise self.error
-        return [part.height for part in parts]
+from tests.support.data.written import ROWS, Table
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +116,7 @@ def test_whoever_reads_last_removes_a_table(store: Path) -> None:
 LEFT = """
 import os, signal, sys
 import braidax as bx
-from tests.data.test_written import Table
+from tests.support.data.written import Table
 source = bx.open(Table())
 print("there", flush=True)
 signal.pause()

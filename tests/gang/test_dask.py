@@ -28,8 +28,8 @@ from braidax.gang.dask import DaskGang, DaskStore
 from braidax.gang.dask_store import ALIVE
 from braidax.gang.on_gang import launch_on
 from braidax.gang.program import Program
-from tests.gang.test_launch import JOIN
 from tests.support.gang import clusters, staying
+from tests.support.gang.launched import JOIN
 from tests.support.gang.serving_tables import check_tables_are_served
 from tests.support.tree import ROOT
 

@@ -12,7 +12,7 @@ from braidax.gang import LocalGang, local
 from braidax.gang.calling.ranks import Message, Ranks
 from braidax.gang.on_gang import launch_on
 from braidax.gang.program import Program
-from tests.gang.test_launch import JOIN
+from tests.support.gang.launched import JOIN
 
 
 def launch(folder: Path, text: str, *, restarts: int = 0) -> tuple[int, list[str], list[str]]:

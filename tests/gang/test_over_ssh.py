@@ -16,8 +16,8 @@ from braidax.errors import ArgumentError, GangError
 from braidax.gang.hosts import Host
 from braidax.gang.over_ssh import Remote, launch_over_ssh
 from braidax.gang.program import Program
-from tests.gang.test_launch import INTERRUPTED, JOIN, SAVE, STOPS
 from tests.support.gang import ssh
+from tests.support.gang.launched import INTERRUPTED, JOIN, SAVE, STOPS
 from tests.support.gang.programs import wait_until_gone
 
 HOSTS = [Host("a", (4, 7)), Host("b")]

@@ -19,9 +19,9 @@ from braidax.parallel.plan.costs.choosing import Offer, cheapest
 from braidax.parallel.plan.costs.prices import Price
 from braidax.parallel.plan.costs.ring import RingWork, planned_ring
 from braidax.program import collectives_of
-from tests.parallel.dense.test_gathered import assert_as_on_one_device, make_step
 from tests.support.parallel.dense.models import BATCH, LENGTH, MODELS
 from tests.support.parallel.dense.models import WIDTH as MODEL_WIDTH
+from tests.support.parallel.dense.steps import assert_as_on_one_device, make_step
 from tests.support.parallel.models import make_mesh, recorded_events
 
 LAYERS, WIDTH, HIDDEN, SAMPLES = 8, 64, 256, 1024

@@ -10,7 +10,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.parallel.rows import row_adagrad
-from tests.parallel.test_hybrid import HYBRID, ROWS, make_batch, make_step, placed, pooled
+from tests.support.parallel.hybrid import HYBRID, ROWS, make_batch, make_step, placed, pooled
 from tests.support.parallel.models import assert_close, copied
 
 SCHEDULE = optax.linear_schedule(5e-2, 1e-2, 9)

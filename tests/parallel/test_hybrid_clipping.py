@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import braidax.parallel as bx
-from tests.parallel.test_hybrid import (
+from tests.support.parallel.hybrid import (
     HYBRID,
     LOSSES,
     as_dense,

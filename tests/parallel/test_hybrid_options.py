@@ -13,7 +13,7 @@ from braidax.errors import ArgumentError, DataError, StateError
 from braidax.parallel.compute.late_checks import LATE_UPDATES
 from braidax.parallel.rows import row_adagrad
 from braidax.program import compile_on
-from tests.parallel.test_hybrid import (
+from tests.support.parallel.hybrid import (
     HYBRID,
     OPTIMIZERS,
     ROWS,

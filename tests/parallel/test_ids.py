@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from braidax.errors import ArgumentError, SpecError
 from braidax.parallel.rows.ids import ids_program, measure_touched, see_ids, trace_reads
 from braidax.parallel.rows.touched import count_touched
-from tests.parallel.test_hybrid import LOSSES, ROWS, chained, init, make_batch, pooled, sampled, scanned
+from tests.support.parallel.hybrid import LOSSES, ROWS, chained, init, make_batch, pooled, sampled, scanned
 from tests.support.parallel.models import make_mesh
 
 BATCHES = [make_batch(seed) for seed in range(3)]

@@ -23,9 +23,9 @@ from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CheckpointError
 from braidax.parallel.rows import row_adagrad
 from braidax.parallel.state import Origin
-from tests.parallel.test_hybrid import HYBRID, make_batch, make_step, placed, pooled
 from tests.support.checkpoint.told import told
 from tests.support.data.jax_gang import jax_gang
+from tests.support.parallel.hybrid import HYBRID, make_batch, make_step, placed, pooled
 from tests.support.parallel.models import assert_close, copied, specs
 
 

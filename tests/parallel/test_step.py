@@ -19,6 +19,7 @@ import braidax.parallel as bx
 from braidax.errors import ArgumentError, SpecError, StateError
 from tests.support.parallel.models import (
     MESHES,
+    ON_MESHES,
     assert_close,
     copied,
     init,
@@ -33,10 +34,6 @@ from tests.support.parallel.models import (
 
 DATA = {"data": bx.DataParallel()}
 ADAMW = optax.adamw(1e-2)
-# One mesh of each shape and of each kind; dropout is compared on all below, and the others train nightly.
-ON_MESHES = [
-    name if name in ("8 explicit", "4x2 auto") else pytest.param(name, marks=pytest.mark.slow) for name in MESHES
-]
 NUM_UPDATES = 3
 
 

@@ -14,8 +14,16 @@ from flax.training.train_state import TrainState
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, SpecError, StateError
-from tests.parallel.test_step import ON_MESHES
-from tests.support.parallel.models import assert_close, copied, init, make_batch, make_mesh, masked_loss, on_one_device
+from tests.support.parallel.models import (
+    ON_MESHES,
+    assert_close,
+    copied,
+    init,
+    make_batch,
+    make_mesh,
+    masked_loss,
+    on_one_device,
+)
 
 DATA = {"data": bx.DataParallel()}
 OPTIMIZER = optax.adamw(1e-2)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from braidax.program import automatic, batch_dims_of_results, equation_at, find_batch_dims, trace
-from tests.program.test_rewrite import paths
 from tests.support.program.losses import SHAPES, draw, ids
+from tests.support.program.paths import paths
 
 B, T, D = 4, 3, 6
 

@@ -7,26 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType
 
 from braidax.errors import ArgumentError
-from braidax.program import Path, Program, Rule, bodies, compile_on, equation_at, evaluate, trace
+from braidax.program import Program, Rule, compile_on, equation_at, evaluate, trace
 from tests.support.program.losses import SHAPES, draw
+from tests.support.program.paths import paths
 
 Call = Callable[..., Any]
-
-
-def paths(jaxpr: Jaxpr, name: str | None = None) -> list[Path]:
-    """The paths of all equations, at any depth, that hold no others; or of those of one primitive."""
-    found: list[Path] = []
-    for index, equation in enumerate(jaxpr.eqns):
-        inner = bodies(equation)
-        if equation.primitive.name == name or (name is None and not inner):
-            found.append((index,))
-        for which, body in enumerate(inner):
-            found += [(index, which, *path) for path in paths(body.jaxpr, name)]
-    return found
 
 
 def same(equation: JaxprEqn, inputs: list[Any]) -> Any:

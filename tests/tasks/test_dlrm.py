@@ -1,7 +1,6 @@
 """DLRM: as large as published, its dot products by value, Criteo's lines, and that the loss falls."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +12,13 @@ from braidax.program import find_uses, trace
 from braidax.tasks.dlrm import dlrm, make_clicks
 from braidax.tasks.dlrm_model import Sizes, init_dlrm, predict_clicks
 from braidax.tasks.task import Task
+from tests.support.tasks.criteo import line_of, write_criteo
 from tests.support.tasks.updates import batch_of, count, losses_of
 
 
 @pytest.fixture(scope="module")
 def task() -> Task:
     return dlrm(preset="tiny")
-
-
-def line_of(label: int, numbers: list[Any], values: list[Any]) -> str:
-    return "\t".join(map(str, [label, *numbers, *values])) + "\n"
-
-
-def write_criteo(path: Path, num_lines: int = 15) -> Path:
-    values = ["68fd1e64", "80e26c9b", ""] + [f"{number:08x}" for number in range(23)]
-    lines = [line_of(number % 2, [number, "", -3, *range(10)], values) for number in range(num_lines)]
-    path.write_text("".join(lines))
-    return path
 
 
 def test_it_has_as_many_parameters_as_published(tmp_path: Path) -> None:

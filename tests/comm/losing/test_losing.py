@@ -10,17 +10,13 @@ import pytest
 
 from braidax.comm import Communicator, Hub, InProcessTransport, MemoryStore, connect, rendezvous
 from braidax.comm.transports.mpi import MpiTransport
-from braidax.comm.watch import Notice
 from braidax.errors import Aborted, ArgumentError, CommError, HandshakeError, PeerLost, WaitTimeout
 from tests.support.comm.exercise import exercise
-from tests.support.comm.ranks import outcomes, results
-from tests.support.comm.transports.tcps import IN_C, IN_PYTHON
+from tests.support.comm.losing.worlds import LIMIT_SECONDS, TRANSPORTS, VICTIM, lose, raises_lost, until, world
+from tests.support.comm.ranks import outcomes
+from tests.support.comm.transports.tcps import IN_C
 from tests.support.comm.transports.worlds import FixedTransport
 
-TRANSPORTS = ["in-process", IN_C, IN_PYTHON, "ucx"]
-LIMIT_SECONDS = 30.0
-AT_ONCE_SECONDS = 8.0
-VICTIM = 2
 _NEVER = 9  # a tag under which nobody sends
 _LARGE = 1 << 20  # numbers: more than the transport takes of what nobody asks for
 
@@ -30,33 +26,6 @@ def in_turn(turn: int) -> list[Any]:
     return [
         pytest.param(one, marks=() if place % 2 == turn else pytest.mark.slow) for place, one in enumerate(TRANSPORTS)
     ]
-
-
-def world(size: int, call: Callable[[Communicator], Any], transport: str = IN_C, **options: Any) -> list[Any]:
-    """Runs a function on every rank of such a world. **Returns:** what each returned."""
-    return results(size, call, transport=transport, on_loss="peer", **options)
-
-
-def lose(comm: Communicator, rank: int) -> None:
-    """Lets this rank say that another one is lost, as if it had seen that."""
-    comm._progress.fail(Notice("lost", rank, "its process ended"))
-
-
-def raises_lost(call: Callable[[], Any], rank: int = VICTIM) -> None:
-    """Fails unless a call raises at once that a rank is lost."""
-    began = time.monotonic()
-    with pytest.raises(
-        PeerLost, match=rf"rank {rank} \(host .*\) is lost: its process ended; what others do"
-    ) as caught:
-        call()
-    assert (caught.value.rank, time.monotonic() - began < AT_ONCE_SECONDS) == (rank, True)
-
-
-def until(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def check_two(comm: Communicator, other: int) -> None:

@@ -12,7 +12,7 @@ from braidax.comm import Communicator
 from braidax.comm.group_messages import ASK, tag_of
 from braidax.comm.messages import LENGTHS
 from braidax.errors import PeerLost
-from tests.comm.losing.test_losing import LIMIT_SECONDS, TRANSPORTS, VICTIM, lose, raises_lost, until, world
+from tests.support.comm.losing.worlds import LIMIT_SECONDS, TRANSPORTS, VICTIM, lose, raises_lost, until, world
 
 _COUNT = 100_000
 

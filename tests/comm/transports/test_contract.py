@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-from braidax.comm.transports.in_process import Hub, InProcessTransport
-from braidax.comm.transports.named import make_transport
-from braidax.comm.transports.transport import Transport
 from tests.support.comm.transports import checks
-from tests.support.comm.transports.tcps import TCPS, transport_of
+from tests.support.comm.transports.tcps import TCPS
+from tests.support.comm.transports.threads import make
 from tests.support.comm.transports.worlds import Check, Rank, run_mpi, run_threads
 
 CHECKS = (*checks.CONNECTED, *checks.CONNECTING)
@@ -24,15 +22,6 @@ WORLDS = [
     for name in IN_THREADS
     for size in (1, 2, 3, 4)
 ]
-
-
-def make(name: str, size: int) -> Sequence[Transport]:
-    """Makes the transports of a world whose ranks are threads of this process."""
-    if name == "in-process":
-        hub = Hub()
-        return [InProcessTransport(hub) for _ in range(size)]
-    opened = [transport_of(name, rank) for rank in range(size)]
-    return [make_transport(each) if isinstance(each, str) else each for each in opened]
 
 
 @pytest.fixture(scope="module")

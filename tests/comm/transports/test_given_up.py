@@ -5,11 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.comm.transports import test_ucx
-from tests.comm.transports.test_ucx import WAYS, Rank, Ranks
+from tests.support.comm.transports.ucx_ranks import WAYS, Rank, Ranks
 
 SIZES = (13_864, 1 << 20, 40 << 20)
-together = test_ucx.together
 
 
 def meet(rank: Rank) -> None:

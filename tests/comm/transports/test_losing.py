@@ -8,9 +8,9 @@ import pytest
 
 from braidax.comm.transports.transport import Operation
 from braidax.errors import Aborted, CommError, PeerLost
-from tests.comm.transports.test_contract import make
 from tests.support.comm.transports.checks import pattern
 from tests.support.comm.transports.tcps import TCPS
+from tests.support.comm.transports.threads import make
 from tests.support.comm.transports.worlds import FixedTransport, Rank, run_threads
 
 NAMES = ("in-process", *TCPS, "ucx")

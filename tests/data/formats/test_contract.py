@@ -23,14 +23,14 @@ from PIL import Image
 import braidax.data as sources
 from braidax.data.source import Source, allocate, stamp_of
 from braidax.errors import ArgumentError, RecordError
-from tests.data.formats.records.test_array_record import written as write_array_record
-from tests.data.formats.records.test_example import example
-from tests.data.formats.records.test_megatron import write as write_megatron
-from tests.data.formats.records.test_tfrecord import write as write_tfrecord
-from tests.data.formats.records.test_webdataset import numbered, shard
 from tests.support.data.formats import files
+from tests.support.data.formats.array_record import written as write_array_record
+from tests.support.data.formats.example import example
 from tests.support.data.formats.mds import write_mds
+from tests.support.data.formats.megatron import write as write_megatron
 from tests.support.data.formats.reading import assert_equal, read, spoil
+from tests.support.data.formats.tfrecord import write as write_tfrecord
+from tests.support.data.formats.webdataset import numbered, shard
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,12 +32,12 @@ from braidax.data.storage.mapped import Fetched, Mapped, gather_held
 from braidax.data.transforms.images.decoded import decoded
 from braidax.data.transforms.mapped import resized
 from braidax.errors import FormatError, ReadError, RecordError
-from tests.data.formats.arrays.test_fixed_width import Remote as Unmapped
-from tests.data.formats.records.test_array_record import written as write_array_record
-from tests.data.formats.tables.test_arrow import columns, stream, uncompressed
 from tests.support.data.formats import files
+from tests.support.data.formats.array_record import written as write_array_record
+from tests.support.data.formats.arrow import columns, stream, uncompressed
 from tests.support.data.formats.reading import assert_equal, read, spoil
 from tests.support.data.storage.faulty_server import serving
+from tests.support.data.storage.remote import Remote as Unmapped
 
 
 class Store(Unmapped):

@@ -1,7 +1,6 @@
 """The cache: right bytes or none, whatever crashed, and never more of them than it may hold."""
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -14,14 +13,9 @@ from hypothesis import strategies as st
 from braidax.data.storage.cache import PageCache, default_folder
 from braidax.data.storage.options import PAGE_BYTES
 from braidax.errors import ArgumentError
+from tests.support.data.storage.cache import DATA, SEGMENT, cache, write_and_read
 
-DATA = random.Random(0).randbytes(40 * PAGE_BYTES + 100)
 ROOT = Path(__file__).parents[3]
-SEGMENT = 16 * PAGE_BYTES
-
-
-def cache(folder: Path, *, cache_bytes: int = 1 << 30, keys: tuple[str, ...] = ("a",), data: bytes = DATA) -> PageCache:
-    return PageCache(folder, cache_bytes, keys, [len(data)] * len(keys), segment_bytes=SEGMENT)
 
 
 def stored(folder: Path, **options: object) -> PageCache:
@@ -155,23 +149,11 @@ def test_the_default_folder_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatc
     assert default_folder() == tmp_path / "mine" / "remote"
 
 
-def write_and_read(folder: Path, seed: int, num: int, room: int) -> None:
-    """Writes random stretches of eight objects, and checks what it finds of them."""
-    names = tuple(f"object {number}" for number in range(8))
-    made, rng = cache(folder, cache_bytes=room, keys=names), random.Random(seed)
-    for _ in range(num):
-        file, page, start = rng.randrange(8), rng.randrange(41), rng.randrange(len(DATA) - 1)
-        stop = (page + rng.randrange(1, 20)) * PAGE_BYTES
-        made.store(file, page * PAGE_BYTES, memoryview(DATA)[page * PAGE_BYTES : stop])
-        [found] = made.read([(file, start, min(len(DATA), start + 9000))])
-        assert found in (None, DATA[start : start + 9000])
-
-
 def test_processes_share_it_while_it_overflows_and_one_of_them_is_killed(tmp_path: Path) -> None:
     room = 12 * SEGMENT
     code = (
         f"import sys; from pathlib import Path; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from tests.data.storage.test_cache import write_and_read\n"
+        "from tests.support.data.storage.cache import write_and_read\n"
         f"print('ready', flush=True); write_and_read(Path({str(tmp_path)!r}), 9, 1 << 30, {room})"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:

@@ -15,8 +15,8 @@ from polars.testing import assert_frame_equal
 
 import braidax.frame as bf
 from braidax.gang import DaskGang, Gang, RayGang
-from tests.gang.test_ray import SETTINGS
 from tests.support.frame.losing.dying import Dying
+from tests.support.gang.ray_cluster import SETTINGS
 
 # By JAX, where it runs already: Ray forks to start its processes, which then run another program.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")]

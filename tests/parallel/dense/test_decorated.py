@@ -12,8 +12,9 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.program import collectives_of, total_sent
-from tests.support.parallel.dense.models import MODELS, Model
-from tests.support.parallel.models import assert_close, copied, make_mesh, specs
+from tests.support.parallel.dense.decorated import OPTIMIZER, assert_as_on_one_device, begin, whole_step
+from tests.support.parallel.dense.models import MODELS
+from tests.support.parallel.models import make_mesh, specs
 
 ALL = bx.FullySharded(min_bytes=0)
 SLOW = pytest.mark.slow
@@ -27,38 +28,6 @@ STRATEGIES: dict[str, Any] = {
     "tensor, sharded": {"data": ALL, "model": bx.TensorParallel(min_bytes=0)},
     "beside hybrid": {"data": bx.Hybrid(dense=ALL)},
 }
-# No smaller eps: what is rounded otherwise would move a weight whose gradient is next to nothing by the whole rate.
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
-
-
-def whole_step(model: Model, optimizer: optax.GradientTransformation = OPTIMIZER) -> Callable[[Any, Any], Any]:
-    """Clipping, Adam, a moving average of weights, a key that changes."""
-
-    def train_step(state: Any, batch: Any) -> Any:
-        key, sub = jax.random.split(state["key"])
-        loss, gradients = bx.value_and_grad(model.loss)(state["params"], batch, sub)
-        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        average = optax.incremental_update(params, state["average"], 0.1)
-        norm = optax.tree.norm(gradients)
-        return {"params": params, "average": average, "opt_state": opt_state, "key": key}, {"loss": loss, "norm": norm}
-
-    return train_step
-
-
-def begin(model: Model, optimizer: optax.GradientTransformation = OPTIMIZER) -> Any:
-    params = model.init(jax.random.key(3))
-    return {"params": params, "average": params, "opt_state": optimizer.init(params), "key": jax.random.key(4)}
-
-
-def assert_as_on_one_device(step: Any, train_step: Any, state: Any, batches: list[Any], *, atol: float = 1e-5) -> Any:
-    alone, on_one = state, jax.jit(train_step)
-    for batch in batches:
-        state, found = step(state, batch)
-        alone, expected = on_one(alone, jax.tree.map(jnp.asarray, batch))
-        assert_close(copied(found), copied(expected), atol=atol)
-    assert_close(copied(state), copied(alone), atol=atol)
-    return state
 
 
 def test_what_vjp_pulls_back_is_a_gradient() -> None:

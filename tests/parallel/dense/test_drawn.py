@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.program import named_leaves
-from tests.parallel.dense.test_decorated import OPTIMIZER, begin, whole_step
+from tests.support.parallel.dense.decorated import OPTIMIZER, begin, whole_step
 from tests.support.parallel.dense.models import MODELS
 from tests.support.parallel.models import assert_close, copied, specs
 

@@ -11,10 +11,10 @@ import pytest
 import braidax.parallel as bx
 from braidax.parallel.plan import compiling
 from braidax.program import collectives_of, total_sent
-from tests.parallel.dense.test_gathered import assert_as_on_one_device, make_step
-from tests.parallel.dense.test_rotated import OPTIMIZER
 from tests.support.parallel.dense.models import BATCH, WIDTH
 from tests.support.parallel.dense.moe import CAPACITY, HIDDEN, MOES, switch
+from tests.support.parallel.dense.rotated import OPTIMIZER
+from tests.support.parallel.dense.steps import assert_as_on_one_device, make_step
 
 ALL = bx.RotatedTensorParallel(min_bytes=0)
 SLOW = pytest.mark.slow

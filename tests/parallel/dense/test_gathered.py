@@ -1,12 +1,10 @@
 """Fully sharded training: the numbers of one device, one part of everything a device, and the bytes of the formula."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import braidax.parallel as bx
@@ -14,9 +12,9 @@ from braidax.errors import ArgumentError
 from braidax.parallel.plan.layout import Axis, Layout
 from braidax.program import collectives_of, total_sent
 from tests.support.parallel.dense.models import BATCH, LENGTH, MODELS, WIDTH, Model
-from tests.support.parallel.models import assert_close, copied, make_mesh, on_one_device, single_device, specs
+from tests.support.parallel.dense.steps import ALL, assert_as_on_one_device, make_step
+from tests.support.parallel.models import assert_close, copied
 
-ALL = bx.FullySharded(min_bytes=0)
 SLOW = pytest.mark.slow
 STRATEGIES: dict[str, Any] = {
     "one axis": {"data": ALL},
@@ -26,37 +24,6 @@ STRATEGIES: dict[str, Any] = {
     "not all axes": {"model": ALL},
     "rows": {"data": bx.Hybrid({"params/table": bx.Rows()}, dense=ALL)},
 }
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
-
-
-def make_step(model: Model, strategies: Any, mesh: str = "8 explicit", **options: Any) -> bx.Step:
-    optimizer = options.pop("optimizer", OPTIMIZER)
-    batch = specs(model.batch(0))
-    return bx.parallelize(model.loss, optimizer, make_mesh(mesh), strategies, init=model.init, batch=batch, **options)
-
-
-@functools.cache
-def _plain(loss: Any) -> Any:
-    def plain(params: Any, variables: Any, key: Any, batch: Any) -> Any:
-        return loss(params, batch, key), ({}, variables)
-
-    return plain
-
-
-def assert_as_on_one_device(
-    step: bx.Step, model: Model, *, optimizer: Any = OPTIMIZER, num_updates: int = 4, atol: float = 1e-5
-) -> None:
-    state = step.init(jax.random.key(3))
-    begun = step.to_dense(state)
-    batches = [model.batch(seed) for seed in range(num_updates)]
-    expected, _, metrics = single_device(_plain(model.loss), optimizer, begun, batches)
-    for batch, expects in zip(batches, metrics, strict=True):
-        state, found = step.update(state, batch)
-        np.testing.assert_allclose(found["loss"], expects["loss"], rtol=2e-5, atol=atol)
-    assert_close(copied(step.to_dense(state).params), copied(expected), atol=atol)
-    key = jax.random.fold_in(on_one_device(state.key), num_updates)
-    on_one = jax.jit(model.loss)(expected, batches[0], key)
-    np.testing.assert_allclose(step.evaluate(state, batches[0])["loss"], on_one, rtol=2e-5, atol=atol)
 
 
 @pytest.mark.parametrize(

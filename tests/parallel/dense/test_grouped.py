@@ -11,8 +11,8 @@ import pytest
 import braidax.parallel as bx
 from braidax.parallel.plan.strategy import in_words
 from braidax.program import collectives_of
-from tests.parallel.dense.test_gathered import ALL
 from tests.support.parallel.dense.models import BATCH, Model
+from tests.support.parallel.dense.steps import ALL
 from tests.support.parallel.models import assert_close, copied, make_mesh, on_one_device, specs
 
 SIZE, CHANNELS, HIDDEN = 8, 16, 32

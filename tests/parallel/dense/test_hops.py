@@ -11,9 +11,9 @@ import braidax.parallel as bx
 from braidax.parallel.plan import compiling
 from braidax.parallel.plan.plan import layouts_of
 from braidax.program import collectives_of, total_sent
-from tests.parallel.dense.test_gathered import assert_as_on_one_device, make_step
-from tests.parallel.dense.test_rotated import OPTIMIZER, STRATEGIES, by_heads
 from tests.support.parallel.dense.models import BATCH, MODELS, VOCABULARY
+from tests.support.parallel.dense.rotated import OPTIMIZER, STRATEGIES, by_heads
+from tests.support.parallel.dense.steps import assert_as_on_one_device, make_step
 
 IN_PLACE = bx.RotatedTensorParallel(min_bytes=0, hops="in place")
 SLOW = pytest.mark.slow

@@ -10,8 +10,8 @@ import pytest
 import braidax.parallel as bx
 from braidax.parallel.dense import last_gradient, passes
 from braidax.program import collectives_of
-from tests.parallel.dense.test_gathered import assert_as_on_one_device, make_step
 from tests.support.parallel.dense.models import Model
+from tests.support.parallel.dense.steps import assert_as_on_one_device, make_step
 
 WIDTH, WORDS, SAMPLES = 16, 83, 16
 PIECE = 8 * WIDTH * 4  # bytes: so there are eight of ten or eleven words each

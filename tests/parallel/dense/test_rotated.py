@@ -18,24 +18,14 @@ from braidax.parallel.plan import compiling
 from braidax.parallel.plan.compiling import RingForm
 from braidax.parallel.plan.placements import check_hops
 from braidax.program import collectives_of, total_sent
-from tests.parallel.dense.test_decorated import assert_as_on_one_device as assert_decorated
-from tests.parallel.dense.test_decorated import begin, whole_step
-from tests.parallel.dense.test_gathered import assert_as_on_one_device, make_step
-from tests.support.parallel.dense.models import BATCH, LENGTH, MODELS, VOCABULARY, WIDTH, Model
+from tests.support.parallel.dense.decorated import assert_as_on_one_device as assert_decorated
+from tests.support.parallel.dense.decorated import begin, whole_step
+from tests.support.parallel.dense.models import BATCH, LENGTH, MODELS, VOCABULARY, WIDTH
+from tests.support.parallel.dense.rotated import ALL, OPTIMIZER, STRATEGIES, by_heads
+from tests.support.parallel.dense.steps import assert_as_on_one_device, make_step
 from tests.support.parallel.models import make_mesh
 
-ALL = bx.RotatedTensorParallel(min_bytes=0)
 SLOW = pytest.mark.slow
-STRATEGIES: dict[str, Any] = {
-    "one axis": {"data": ALL},
-    "replicas": {"data": bx.DataParallel(), "model": ALL},
-    "sharded on": {"data": bx.FullySharded(min_bytes=0), "model": ALL},
-    "beside rows": {"data": bx.Hybrid(dense=ALL), "model": bx.DataParallel()},
-    "beside tensor": {"data": ALL, "model": bx.TensorParallel({"params/layers/[qo]*": bx.Replicated()}, min_bytes=0)},
-    "gathered on": {"data": ALL, "model": bx.TensorParallel({"*/0/w": bx.Gathered(0)}, min_bytes=1 << 40)},
-}
-# Momentum: Adam would make of a rounding a whole step, and parts are added up in another order.
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
 
 
 @pytest.fixture(autouse=True)
@@ -176,33 +166,6 @@ def test_a_device_has_its_part_of_everything() -> None:
     assert whys["params/layers/up"] == whys["params/layers/down"]
     assert whys["params/layers/up"].endswith(told.format("2.35 KB"))  # 24 x 12 of each, and 12 of a bias
     assert re.search(r"no product uses it at models\.py:\d+: gathered where", whys["params/positions"])
-
-
-def by_heads(heads: int, layers: int = 2) -> Model:
-    """Layers of attention and a wider part, computed again, with words that one table reads and guesses."""
-
-    def init(key: jax.Array) -> Any:
-        shapes = {"qkv": (16, 3, heads, 4), "out": (heads, 4, 16), "up": (16, 128), "down": (128, 16)}
-        keys = jax.random.split(key, 5)
-        layer = {
-            name: 0.2 * jax.random.normal(one, (layers, *shape))
-            for one, (name, shape) in zip(keys, shapes.items(), strict=False)
-        }
-        return {"layers": layer, "table": 0.2 * jax.random.normal(keys[4], (VOCABULARY, 16))}
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        @jax.checkpoint
-        def layer(x: jax.Array, w: Any) -> Any:
-            q, k, v = jnp.moveaxis(jnp.einsum("btd,dchk->btchk", jnp.tanh(x), w["qkv"]), 2, 0)
-            mixed = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k)), v)
-            x = x + jnp.einsum("bthk,hkd->btd", mixed, w["out"])
-            return x + jax.nn.gelu(jnp.tanh(x) @ w["up"]) @ w["down"], None
-
-        x, _ = jax.lax.scan(layer, params["table"][batch["ids"]], params["layers"])
-        logits = x @ params["table"].T
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"]).mean()
-
-    return Model(loss, init, MODELS["gpt"].batch)
 
 
 @functools.cache

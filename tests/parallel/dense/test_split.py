@@ -13,8 +13,8 @@ from braidax.errors import ArgumentError
 from braidax.parallel.plan.placements import check_activations
 from braidax.parallel.plan.strategy import in_words
 from braidax.program import collectives_of, total_sent
-from tests.parallel.dense.test_gathered import ALL, assert_as_on_one_device, make_step
 from tests.support.parallel.dense.models import MODELS, Model
+from tests.support.parallel.dense.steps import ALL, assert_as_on_one_device, make_step
 from tests.support.parallel.models import assert_close, copied, on_one_device, specs
 
 TENSOR = bx.TensorParallel(min_bytes=0)

@@ -11,7 +11,7 @@ import pytest
 from braidax.parallel.rows.moving.recognize import MAX_NODES
 from braidax.parallel.rows.moving.split import TracedOptimizer
 from braidax.parallel.rows.moving.table_update import AdamFading, Fading
-from tests.parallel.rows.test_catch_up import IN_ONE, ONE_BY_ONE
+from tests.support.parallel.rows.optimizers import IN_ONE, ONE_BY_ONE
 
 
 def form_of(optimizer: optax.GradientTransformation, dtype: Any = jnp.float32) -> Any:

@@ -14,21 +14,13 @@ import braidax.parallel as bx
 from braidax.errors import ArgumentError, DataError
 from braidax.parallel.rows import row_optimizer
 from braidax.parallel.rows.touched import Touched
-from tests.parallel.test_hybrid import (
-    HYBRID,
-    LOSSES,
-    OPTIMIZERS,
-    as_dense,
-    as_plain,
-    make_batch,
-    make_step,
-)
-from tests.parallel.test_hybrid_optimizers import BY_HAND
-from tests.parallel.test_hybrid_optimizers import ROWS as SMALL_ROWS
-from tests.parallel.test_hybrid_optimizers import init as small_init
-from tests.parallel.test_hybrid_optimizers import loss as small_loss
-from tests.parallel.test_hybrid_optimizers import make_batch as make
+from tests.support.parallel.hybrid import HYBRID, LOSSES, OPTIMIZERS, as_dense, as_plain, make_batch, make_step
 from tests.support.parallel.models import assert_close, copied, recorded_events, single_device, specs
+from tests.support.parallel.rarely_touched import BY_HAND
+from tests.support.parallel.rarely_touched import ROWS as SMALL_ROWS
+from tests.support.parallel.rarely_touched import init as small_init
+from tests.support.parallel.rarely_touched import loss as small_loss
+from tests.support.parallel.rarely_touched import make_batch as make
 
 SLOW = pytest.mark.slow
 NUM_UPDATES = 6

@@ -21,9 +21,9 @@ from braidax.parallel.rows import row_adagrad
 from braidax.parallel.served.files.disk_rows import OnDisk
 from braidax.parallel.served.files.row_files import BlockFile
 from braidax.parallel.served.on_servers.shard import Shard
-from tests.parallel.served.test_server import OPTIMIZERS, ROWS, WIDTH, form_of
-from tests.parallel.test_hybrid import init, make_batch, pooled
+from tests.support.parallel.hybrid import init, make_batch, pooled
 from tests.support.parallel.models import copied, make_mesh, specs
+from tests.support.parallel.served.server import OPTIMIZERS, ROWS, WIDTH, form_of
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": (optax.adam(1e-2), {}),

@@ -23,7 +23,7 @@ from braidax.parallel.served.on_servers.shard import Shard
 from braidax.parallel.served.programs import TableForm, rules_of_own, table_form
 from braidax.parallel.served.wire import packed
 from braidax.program import trace
-from tests.parallel.served.test_server import made
+from tests.support.parallel.served.server import made
 
 PAGE = 4096
 FRAMES = 64

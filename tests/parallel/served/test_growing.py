@@ -24,7 +24,7 @@ from braidax.parallel.rows import row_adagrad
 from braidax.parallel.served.files import publishing
 from braidax.parallel.served.files.form import Header, listed, opened
 from braidax.program import rows_alone
-from tests.parallel.test_hybrid import as_plain, init, make_batch, pooled
+from tests.support.parallel.hybrid import as_plain, init, make_batch, pooled
 from tests.support.parallel.models import assert_close, copied, make_mesh, single_device, specs
 
 ADAGRAD = optax.adagrad(0.3)

@@ -15,8 +15,8 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
 from braidax.parallel.rows import row_optimizer
-from tests.parallel.served.test_prepared import ROWS, init, loss, zipf_batches
 from tests.support.parallel.models import specs
+from tests.support.parallel.served.models import ROWS, init, loss, zipf_batches
 
 SLOW = pytest.mark.slow
 SEEN = bx.Seen(ROWS)

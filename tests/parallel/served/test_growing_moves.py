@@ -22,11 +22,11 @@ from braidax.parallel.rows import row_adagrad, row_optimizer
 from braidax.parallel.served.on_servers.growing.seen_shard import SeenShard
 from braidax.parallel.served.on_servers.server import TableServer
 from braidax.parallel.served.wire import packed
-from tests.parallel.served.test_losing import own_pid
-from tests.parallel.served.test_prepared import init, loss, zipf_batches
-from tests.parallel.served.test_resizing import NUM_STEPS, losses_of
-from tests.parallel.served.test_seen_shard import form_of
 from tests.support.parallel.models import copied, specs
+from tests.support.parallel.served.losing import own_pid
+from tests.support.parallel.served.models import init, loss, zipf_batches
+from tests.support.parallel.served.resizing import NUM_STEPS, losses_of
+from tests.support.parallel.served.seen import form_of
 
 SEEN = bx.Seen(90)
 SIZES = {3: 4, 7: 3, 10: 1}  # servers from a step on

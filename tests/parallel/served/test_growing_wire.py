@@ -13,10 +13,10 @@ from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
 from braidax.parallel.served.compressed.feedback import Feedback
 from braidax.parallel.served.compressed.travelling import unpacked_rows
-from tests.parallel.served.test_prepared import ROWS, init, loss, zipf_batches
-from tests.parallel.served.test_seen_shard import ROWS as IDS
-from tests.parallel.served.test_seen_shard import WIDTH, Told, form_of, updates
 from tests.support.parallel.models import specs
+from tests.support.parallel.served.models import ROWS, init, loss, zipf_batches
+from tests.support.parallel.served.seen import ROWS as IDS
+from tests.support.parallel.served.seen import WIDTH, Told, form_of, updates
 
 
 @pytest.fixture(scope="module")

@@ -10,36 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-import optax
 import pytest
 
 import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
-from braidax.comm import Communicator
 from braidax.errors import ArgumentError, PeerLost
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
-from tests.parallel.served.test_prepared import init, loss, zipf_batches
-from tests.support.parallel.models import copied, specs
+from tests.support.parallel.models import copied
+from tests.support.parallel.served.losing import OPTIMIZERS, assert_equal, make_step, own_pid
+from tests.support.parallel.served.models import zipf_batches
 
 NUM_STEPS = 24
-OPTIMIZERS = {
-    "adagrad": optax.adagrad(0.1),
-    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, 0.9)),
-}
-
-
-def own_pid(comm: Communicator) -> int:
-    """Returns the process of the rank."""
-    return os.getpid()
-
-
-def make_step(gang: LocalGang, optimizer: str, *, copies: int = 2, spares: int = 0) -> Any:
-    strategies = {"data": bx.Hybrid({"params/table": bx.Served(copies=copies, spares=spares)})}
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    batch = specs(zipf_batches(1)[0])
-    return bx.parallelize(loss, OPTIMIZERS[optimizer], mesh, strategies, init=init, batch=batch, servers=gang)
 
 
 def trained(step: Any, killed: Any = lambda number: None) -> Any:
@@ -69,12 +51,6 @@ def drawn_cases(optimizer: str, num_seeds: int) -> list[Any]:
     """Pairs of all optimizers and seeds. **Arguments:** `optimizer`: with the first seed it is not slow."""
     pairs = [(name, seed) for name in OPTIMIZERS for seed in range(num_seeds)]
     return [pair if pair == (optimizer, 0) else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    assert found[0] == expected[0]
-    for one, two in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
-        np.testing.assert_array_equal(one, two)
 
 
 @pytest.mark.slow  # test_replaced.py has two that are lost, and others in their place

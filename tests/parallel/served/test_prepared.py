@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,27 +12,10 @@ from braidax.errors import ArgumentError
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
 from braidax.spans import Trace
-from tests.parallel.test_hybrid import LOSSES, OPTIMIZERS, make_batch
-from tests.parallel.test_hybrid import init as sampled_init
+from tests.support.parallel.hybrid import LOSSES, OPTIMIZERS, make_batch
+from tests.support.parallel.hybrid import init as sampled_init
 from tests.support.parallel.models import copied, make_mesh, specs
-
-ROWS, WIDTH, BATCH = 500, 4, 16
-
-
-def init(key: jax.Array) -> Any:
-    first, second = jax.random.split(key)
-    return {"table": jax.random.normal(first, (ROWS, WIDTH)), "kernel": jax.random.normal(second, (WIDTH,))}
-
-
-def loss(params: Any, batch: Any) -> jax.Array:
-    return ((jnp.tanh(params["table"][batch["ids"]] @ params["kernel"]) - batch["target"]) ** 2).mean()
-
-
-def zipf_batches(count: int) -> list[dict[str, np.ndarray]]:
-    """Batches most of whose ids are the same few, as those of words are."""
-    random = np.random.default_rng(0)
-    made = [(random.zipf(1.2, BATCH), random.normal(size=BATCH)) for _ in range(count)]
-    return [{"ids": (ids % ROWS).astype(np.int32), "target": target.astype(np.float32)} for ids, target in made]
+from tests.support.parallel.served.models import init, loss, zipf_batches
 
 
 def trained(optimizer: Any, gang: LocalGang, batches: list[Any], *, ahead: int) -> tuple[list[float], Any]:

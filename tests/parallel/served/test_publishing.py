@@ -23,24 +23,16 @@ from braidax.parallel.served.files.fingerprints import Fingerprints, fingerprint
 from braidax.parallel.served.files.form import Header, listed, opened
 from braidax.parallel.served.on_servers import shard as shards
 from braidax.parallel.served.on_servers.shard import Shard
-from tests.parallel.served.test_prepared import ROWS, init, loss, zipf_batches
-from tests.parallel.served.test_server import OPTIMIZERS, form_of
 from tests.support.parallel.models import specs
+from tests.support.parallel.served.models import ROWS, init, loss
+from tests.support.parallel.served.publishing import BATCHES, make_step
+from tests.support.parallel.served.server import OPTIMIZERS, form_of
 from tests.support.tree import ROOT
-
-BATCHES = zipf_batches(12)
 
 
 @pytest.fixture(scope="module")
 def gang(gangs: dict[int, LocalGang]) -> LocalGang:
     return gangs[3]
-
-
-def make_step(gang: LocalGang, *, optimizer: Any = None, own: Any = None, **served: Any) -> Any:
-    strategies = {"data": bx.Hybrid(tables=bx.Served(**served), row_optimizers=own or {})}
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    given = optax.adagrad(0.1) if optimizer is None else optimizer
-    return bx.parallelize(loss, given, mesh, strategies, init=init, batch=specs(BATCHES[0]), servers=gang)
 
 
 def headers(folder: Path) -> list[Header]:
@@ -348,7 +340,7 @@ _CHILD = """
 import os, signal, sys
 import jax, numpy as np
 from braidax.gang import LocalGang
-from tests.parallel.served.test_publishing import BATCHES, make_step
+from tests.support.parallel.served.publishing import BATCHES, make_step
 
 if __name__ == "__main__":
     folder = sys.argv[1]

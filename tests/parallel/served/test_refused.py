@@ -16,7 +16,7 @@ import braidax.parallel as bx
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CallFailed, DataError, PeerLost
 from braidax.gang import LocalGang
-from tests.parallel.test_hybrid import OPTIMIZERS, init, make_batch, pooled, tied
+from tests.support.parallel.hybrid import OPTIMIZERS, init, make_batch, pooled, tied
 from tests.support.parallel.models import make_mesh, refused, specs
 
 SERVED = {"data": bx.Hybrid(tables="servers")}

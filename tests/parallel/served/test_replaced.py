@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,10 +15,10 @@ from braidax.errors import CommError, GangError, PeerLost
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
 from braidax.parallel.served.meetings.meeting import Meeting
-from tests.parallel.served.test_losing import assert_equal, make_step, own_pid
-from tests.parallel.served.test_prepared import zipf_batches
 from tests.support.gang.clusters import until
 from tests.support.parallel.models import copied
+from tests.support.parallel.served.losing import assert_equal, make_step, own_pid
+from tests.support.parallel.served.models import zipf_batches
 from tests.support.parallel.workers import teams
 
 NUM_STEPS = 9
@@ -154,7 +155,7 @@ def test_what_keeps_a_gang_from_it_is_told_and_training_goes_on(
 
     pids = gang.run(own_pid)
     monkeypatch.setattr(LocalGang, "replace", replace)
-    monkeypatch.setattr("tests.parallel.served.test_replaced.LOOKED", ())
+    monkeypatch.setattr(sys.modules[__name__], "LOOKED", ())
     why = "the gang has started no other process: the system started no 1 processes"
     with make_step(gang, "adagrad") as step:
         undisturbed = trained(step)

@@ -1,108 +1,33 @@
 """Servers that are added and removed while training: not a bit of what they have changes, and what fails is undone."""
 
-import contextlib
 import logging
 import os
-import random
 import re
 import signal
-import threading
-from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
 from braidax.comm import Communicator
-from braidax.errors import ArgumentError, BraidaxError, CallFailed, PeerLost
+from braidax.errors import ArgumentError, CallFailed, PeerLost
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
-from braidax.parallel.rows import row_adagrad
 from braidax.parallel.served.layouts.layout import Layout
 from braidax.parallel.served.on_servers.holder import Holder
 from braidax.parallel.served.on_servers.moving import progressions
 from braidax.parallel.served.wire import packed
-from tests.parallel.served.test_losing import assert_equal, own_pid
-from tests.parallel.served.test_prepared import ROWS, WIDTH, init, loss, zipf_batches
-from tests.support.parallel.models import assert_close, copied, specs
+from tests.support.parallel.models import assert_close, copied
+from tests.support.parallel.served.losing import assert_equal, own_pid
+from tests.support.parallel.served.models import ROWS, WIDTH, zipf_batches
+from tests.support.parallel.served.resizing import CASES, OPTIMIZERS, make_step, trained, trained_while_one_is_killed
 
-NUM_STEPS = 12
 SLOW = pytest.mark.slow
 SIZES = {3: 4, 7: 3}  # servers from a step on
-OPTIMIZERS: dict[str, Any] = {
-    "adagrad": optax.adagrad(0.1),
-    "adam": optax.adam(1e-2),
-    "momentum": optax.sgd(0.1, 0.9),
-    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1)),
-}
-
-
-def make_step(gang: Any, optimizer: Any, *, own: Any = None, **served: Any) -> Any:
-    served.setdefault("spares", 2)
-    rows = {} if own is None else {"params/table": own}
-    strategies = {"data": bx.Hybrid({"params/table": bx.Served(**served)}, row_optimizers=rows)}
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    batch = specs(zipf_batches(1)[0])
-    return bx.parallelize(loss, optimizer, mesh, strategies, init=init, batch=batch, servers=gang)
-
-
-def losses_of(step: Any, before: Callable[[int], object], *, ahead: int) -> tuple[Any, list[float]]:
-    """Trains, and returns the state and all losses. **Arguments:** `before`: is told of each step."""
-    state, losses = step.init(jax.random.key(0)), list[float]()
-    placed = [place(batch, step.batch_shardings) for batch in zipf_batches(NUM_STEPS)]
-    for number, batch in enumerate(placed):
-        for coming in placed[number + ahead : number + ahead + 1] if number else placed[1 : 1 + ahead]:
-            step.prepare(coming)
-        before(number)
-        state, metrics = step.update(state, batch)
-        losses.append(float(metrics["loss"]))
-    return state, losses
-
-
-def trained(step: Any, before: Callable[[int], object] = lambda number: None, *, ahead: int = 2) -> Any:
-    """Trains, and returns all losses and the tables and what is kept of them. **Arguments:** `before`: each step."""
-    state, losses = losses_of(step, before, ahead=ahead)
-    step.finish()
-    part = step._servers.read("table", 0, ROWS)
-    return losses, (copied(state.params), part.values, part.kept, part.shared)
-
-
-def trained_while_one_is_killed(
-    seed: int, kills: tuple[int, int], sizes: Mapping[int, int], *, begins: Mapping[int, int] | None = None
-) -> Any:
-    """Trains on two of five servers with copies, of which one is killed; what was not moved may be moved again.
-
-    **Arguments:** `kills`: the steps of which one is drawn, soon behind whose begin that is. `sizes`, `begins`: steps
-    in which other numbers of servers are wanted, or begun. Behind step 9 there are 3. **Returns:** as `trained`.
-    """
-    drawn = random.Random(seed)
-    with LocalGang(5) as gang:
-        pids = gang.run(own_pid)
-        first, at, timers = drawn.randrange(4), drawn.choice(kills), list[threading.Timer]()
-        with make_step(gang, OPTIMIZERS["adagrad"], copies=2, spares=3) as step:
-
-            def change(number: int) -> None:
-                if number == at:
-                    timers.append(threading.Timer(drawn.uniform(0, 0.25), os.kill, (pids[first], signal.SIGKILL)))
-                    timers[-1].start()
-                if number in (begins or {}):
-                    step.prepare_resize((begins or {})[number])
-                if number in sizes:
-                    with may_raise(BraidaxError, match="they stay on"):
-                        step.resize(sizes[number])
-                if number == 9:
-                    step.resize(3)
-
-            found = trained(step, change)
-            assert step._servers.num_servers == 3
-        for timer in timers:
-            timer.join()
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -117,16 +42,6 @@ def expected(gang: LocalGang) -> Any:
         return trained(step)
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "adagrad": {},
-    "adam": {},
-    "momentum": {},
-    "clipped": {},
-    "own rows": {"own": row_adagrad(0.1)},
-    "late": {"staleness": 1},
-    "two copies": {"copies": 2},
-    "disk": {"disk": "here"},
-}
 FAST = ("adam", "two copies")
 
 
@@ -209,15 +124,6 @@ def test_checkpoints_and_published_tables_behind_it(gang: LocalGang, tmp_path: P
 
 
 # What fails
-
-
-@contextlib.contextmanager
-def may_raise(kind: type[Exception], match: str) -> Generator[None]:
-    try:
-        yield
-    except kind as error:
-        if match not in str(error):
-            raise
 
 
 def without_memory(comm: Communicator) -> None:

@@ -15,10 +15,10 @@ from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
 from braidax.parallel.served.layouts.resizing import Resizing
 from braidax.parallel.served.on_servers.copying import copied_again
-from tests.parallel.served.test_losing import assert_equal
-from tests.parallel.served.test_prepared import ROWS, WIDTH, zipf_batches
-from tests.parallel.served.test_resizing import CASES, OPTIMIZERS, make_step, trained, trained_while_one_is_killed
 from tests.support.parallel.models import copied
+from tests.support.parallel.served.losing import assert_equal
+from tests.support.parallel.served.models import ROWS, WIDTH, zipf_batches
+from tests.support.parallel.served.resizing import CASES, OPTIMIZERS, make_step, trained, trained_while_one_is_killed
 
 SLOW = pytest.mark.slow
 FAST = ("adagrad", "momentum")

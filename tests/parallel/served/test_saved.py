@@ -13,7 +13,7 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.errors import ArgumentError
 from braidax.gang import LocalGang
 from braidax.parallel.rows import row_adagrad
-from tests.parallel.test_hybrid import init, make_batch, pooled
+from tests.support.parallel.hybrid import init, make_batch, pooled
 from tests.support.parallel.models import copied, make_mesh, specs
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {

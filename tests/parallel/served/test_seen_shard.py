@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 import pytest
@@ -11,27 +10,17 @@ from jax import random
 
 from braidax.errors import ArgumentError
 from braidax.parallel import Seen
-from braidax.parallel.given.initial import Born
 from braidax.parallel.rows import row_adagrad, row_optimizer
 from braidax.parallel.served.files.disk_rows import OnDisk
 from braidax.parallel.served.on_servers.growing import slot_map
 from braidax.parallel.served.on_servers.growing.entries import Entries
 from braidax.parallel.served.on_servers.growing.seen_shard import SeenShard
 from braidax.parallel.served.on_servers.shard import Shard
-from braidax.parallel.served.programs import TableForm, growing, rules_of_own, table_form
-from braidax.program import trace
+from braidax.parallel.served.programs import TableForm
+from tests.support.parallel.served.seen import FIRST, RATE, ROWS, WIDTH, Told, form_of, updates
 
-ROWS, WIDTH, RATE = 200, 3, 0.5
 SLOW = pytest.mark.slow
 KEY = np.asarray(random.key_data(random.key(4)))
-FIRST = np.asarray(random.normal(random.key(4), (ROWS, WIDTH)))
-
-
-def form_of(seen: Seen | None, optimizer: Any = None) -> TableForm:
-    born = trace(lambda key: Born({"table": random.normal(key, (ROWS, WIDTH))}, {}, key), random.key(0))
-    rules = rules_of_own(row_optimizer(optax.sgd(RATE)) if optimizer is None else optimizer)
-    form = table_form("table", jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32), born, rules)
-    return form if seen is None else growing(form, seen, born)
 
 
 class Team:
@@ -52,40 +41,6 @@ class Team:
         for rank, shard in enumerate(self.shards):
             rows[rank :: self.size] = shard.pull(np.arange(shard.num_rows))
         return rows
-
-
-class Told:
-    """What `Seen` says, row by row."""
-
-    def __init__(self, seen: Seen) -> None:
-        self.seen, self.rows, self.counts = seen, dict[int, tuple[np.ndarray, int]](), dict[int, tuple[int, int]]()
-
-    def push(self, ids: Any, gradients: Any, step: int) -> None:
-        for one, gradient in zip(ids.tolist(), gradients, strict=True):
-            if one not in self.rows:
-                count = self.counts.pop(one, (0, 0))[0] + 1
-                if count < self.seen.admit_at:
-                    self.counts[one] = (count, step)
-                    continue
-                self.rows[one] = (FIRST[one], step)
-            self.rows[one] = (self.rows[one][0] - np.float32(RATE) * gradient, step)
-        if self.seen.expire_after is not None:
-            limit = step + 1 - self.seen.expire_after
-            self.rows = {one: row for one, row in self.rows.items() if row[1] >= limit}
-            self.counts = {one: count for one, count in self.counts.items() if count[1] >= limit}
-
-    def pull(self) -> np.ndarray:
-        rows = FIRST.copy()
-        for one, (row, _) in self.rows.items():
-            rows[one] = row
-        return rows
-
-
-def updates(count: int, seed: int = 0) -> Any:
-    numbers = np.random.default_rng(seed)
-    for step in range(count):
-        ids = np.unique(numbers.zipf(1.3, 12) % ROWS).astype(np.int64)
-        yield step, ids, numbers.normal(size=(len(ids), WIDTH)).astype(np.float32)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -12,8 +12,8 @@ import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
-from tests.parallel.served.test_prepared import init, loss, zipf_batches
 from tests.support.parallel.models import assert_close, copied, specs
+from tests.support.parallel.served.models import init, loss, zipf_batches
 
 
 def make_step(staleness: int, gang: LocalGang, optimizer: Any) -> Any:

@@ -13,7 +13,7 @@ import braidax.parallel as bx
 from braidax.comm.transports.ucx import UcxTransport
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
-from tests.parallel.test_hybrid import LOSSES, OPTIMIZERS, as_plain, init, make_batch, placed, pooled
+from tests.support.parallel.hybrid import LOSSES, OPTIMIZERS, as_plain, init, make_batch, placed, pooled
 from tests.support.parallel.models import assert_close, copied, make_mesh, single_device, specs
 
 SLOW = pytest.mark.slow

@@ -11,7 +11,7 @@ from braidax.errors import ArgumentError
 from braidax.parallel.served.on_servers.server import TableServer
 from braidax.parallel.served.on_servers.told import described
 from braidax.parallel.served.wire import packed, unpacked
-from tests.parallel.served.test_server import OPTIMIZERS, ROWS, WIDTH, ask, form_of, push, rows_of
+from tests.support.parallel.served.server import OPTIMIZERS, ROWS, WIDTH, ask, form_of, push, rows_of
 
 KEY = np.asarray(jax.random.key_data(jax.random.key(4)))
 

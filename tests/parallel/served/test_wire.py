@@ -18,11 +18,11 @@ from braidax.parallel.served.compressed.travelling import Travelling, packed_row
 from braidax.parallel.served.on_servers.server import TableServer
 from braidax.parallel.served.on_servers.told import described
 from braidax.parallel.served.wire import packed
-from tests.parallel.served.test_prepared import init as zipf_init
-from tests.parallel.served.test_prepared import loss as zipf_loss
-from tests.parallel.served.test_prepared import zipf_batches
-from tests.parallel.served.test_server import OPTIMIZERS, ROWS, WIDTH, ask, form_of
 from tests.support.parallel.models import copied, specs
+from tests.support.parallel.served.models import init as zipf_init
+from tests.support.parallel.served.models import loss as zipf_loss
+from tests.support.parallel.served.models import zipf_batches
+from tests.support.parallel.served.server import OPTIMIZERS, ROWS, WIDTH, ask, form_of
 from tests.support.parallel.workers.teams import team
 
 NUM_ROWS, DIM, READ = 24, 8, 12

@@ -10,7 +10,8 @@ import optax
 
 import braidax.parallel as bx
 from braidax.parallel.given.arrays import place
-from tests.parallel.test_hybrid import init, make_batch, pooled, sampled, specs
+from tests.support.parallel.hybrid import init, make_batch, pooled, sampled
+from tests.support.parallel.models import specs
 
 BOTH = {"data": bx.Hybrid(), "model": bx.Hybrid()}
 CASES: dict[str, tuple[Any, tuple[int, ...], Any, optax.GradientTransformation]] = {

@@ -21,6 +21,10 @@ MESHES: dict[str, tuple[tuple[int, ...], AxisType]] = {
     "4x2 explicit": ((4, 2), AxisType.Explicit),
     "4x2 auto": ((4, 2), AxisType.Auto),
 }
+# One mesh of each shape and of each kind; dropout is compared on all, and the others train nightly.
+ON_MESHES = [
+    name if name in ("8 explicit", "4x2 auto") else pytest.param(name, marks=pytest.mark.slow) for name in MESHES
+]
 
 
 def make_mesh(name: str = "4x2 explicit") -> Mesh:

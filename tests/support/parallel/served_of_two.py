@@ -14,7 +14,8 @@ import optax
 import braidax.parallel as bx
 from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
-from tests.parallel.test_hybrid import init, make_batch, pooled, specs
+from tests.support.parallel.hybrid import init, make_batch, pooled
+from tests.support.parallel.models import specs
 
 CASES: dict[str, tuple[optax.GradientTransformation, tuple[str, ...]]] = {
     "adam": (optax.adam(3e-2), ()),

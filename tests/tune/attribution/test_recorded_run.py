@@ -17,9 +17,8 @@ from braidax.parallel import DataParallel, Pipeline, parallelize
 from braidax.report import Report
 from braidax.spans import Span, Trace
 from braidax.tune import LANES, Attribution, attribute
-from tests.test_report import Clock, clock, told_steps
+from tests.support.report import Clock, clock_of_report, told_steps
 
-__all__ = ["clock"]
 STEPS, BATCH = 6, 8
 SAMPLES = {"x": np.arange(STEPS * BATCH * 4, dtype=np.float32).reshape(-1, 4) / 100}
 
@@ -102,6 +101,11 @@ def test_a_program_that_calls_the_host_back_computes_while_it_is_called(tmp_path
     assert len(calls) == STEPS
     for update, call in zip(updates, calls, strict=True):
         assert update.start < call.start < call.end < update.end
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return clock_of_report(monkeypatch)
 
 
 def test_what_a_report_was_told_is_attributed_exactly(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

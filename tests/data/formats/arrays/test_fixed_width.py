@@ -6,37 +6,11 @@ import numpy as np
 import pytest
 
 from braidax.data.formats.arrays.fixed_width import FixedSource, Run, open_npy_files, open_token_files
-from braidax.data.storage import Files, LocalFiles
+from braidax.data.storage import LocalFiles
 from braidax.errors import ArgumentError, FormatError, RecordError
 from tests.support.data.formats import files
 from tests.support.data.formats.reading import read
-
-
-class Remote(Files):
-    """Local files that do not say so, as if they were in an object store."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self._files = LocalFiles(paths)
-        self.asked: list[Any] = []
-
-    @property
-    def names(self) -> Any:
-        return self._files.names
-
-    @property
-    def sizes(self) -> Any:
-        return self._files.sizes
-
-    @property
-    def stamps(self) -> Any:
-        return self._files.stamps
-
-    def read(self, ranges: Any) -> Any:
-        return self._files.read(ranges)
-
-    def prepare(self, ranges: Any) -> None:
-        self.asked.append(ranges)
-
+from tests.support.data.storage.remote import Remote
 
 OF_EITHER_KIND = pytest.mark.parametrize("kind", [LocalFiles, Remote])
 

@@ -1,28 +1,19 @@
 import pickle
 import sys
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from array_record.python.array_record_module import ArrayRecordWriter
 
 from braidax.data.formats.records.array_record import ArrayRecordSource, open_array_record
 from braidax.data.formats.records.fields import sampled_indices
 from braidax.data.registry import ARRAY_RECORD_MAGIC
 from braidax.data.storage import LocalFiles
 from braidax.errors import ArgumentError, FormatError, MissingExtra, RecordError
+from tests.support.data.formats.array_record import written
 from tests.support.data.formats.reading import read
-
-
-def written(path: Path, records: Sequence[bytes], options: str = "group_size:1") -> Path:
-    writer = ArrayRecordWriter(str(path), options)
-    for record in records:
-        writer.write(record)
-    writer.close()
-    return path
 
 
 def record(n: int) -> bytes:

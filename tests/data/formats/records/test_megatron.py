@@ -12,34 +12,11 @@ import braidax as bx
 import braidax.data as sources
 from braidax.data.source import stamp_of
 from braidax.errors import ArgumentError, FormatError, RecordError
+from tests.support.data.formats.megatron import CODES, write
 from tests.support.data.formats.reading import read
 from tests.support.data.storage.faulty_server import serving
 
-CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 SEQUENCES = [[1, 2, 3], [], [40], [5, 6, 7, 8, 9], [10, 11]]
-
-
-def write(
-    path: Path, sequences: list[list[int]], dtype: str = "uint16", *, modes: bool = False, **changes: Any
-) -> Path:
-    """Writes `path.bin` and `path.idx` as the format says; `changes` replace what the index says."""
-    arrays = [np.array(sequence, dtype) for sequence in sequences]
-    path.with_suffix(".bin").write_bytes(b"".join(array.tobytes() for array in arrays))
-    lengths = changes.get("lengths", [len(array) for array in arrays])
-    ends = np.cumsum([array.nbytes for array in arrays])
-    offsets = changes.get("offsets", [0, *ends[:-1]])
-    borders = np.arange(len(arrays) + 1)
-    head = struct.pack(
-        "<QBQQ",
-        changes.get("version", 1),
-        changes.get("code", CODES[dtype]),
-        changes.get("count", len(arrays)),
-        len(borders),
-    )
-    tables = [np.array(lengths, "<i4"), np.array(offsets, "<i8"), borders.astype("<i8")]
-    index = b"MMIDIDX\0\0" + head + b"".join(table.tobytes() for table in tables) + bytes(len(arrays) * modes)
-    path.with_suffix(".idx").write_bytes(index)
-    return path.with_suffix(".idx")
 
 
 @pytest.mark.parametrize("modes", [False, True])

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tensorboardX.record_writer import RecordWriter
 
 import braidax.data.formats.records.fields as fields
 import braidax.data.formats.records.tfrecord as tfrecord
@@ -17,17 +16,9 @@ from braidax.data.source import VARYING
 from braidax.data.storage import LocalFiles
 from braidax.data.transforms.mapped import mapped
 from braidax.errors import FormatError, RecordError
-from tests.data.formats.records.test_example import example
+from tests.support.data.formats.example import example
 from tests.support.data.formats.reading import read
-
-
-def write(path: Path, records: list[bytes]) -> Path:
-    path.touch()
-    writer = RecordWriter(str(path))
-    for record in records:
-        writer.write(record)
-    writer.close()
-    return path
+from tests.support.data.formats.tfrecord import write
 
 
 def opened(folder: Path, *records: dict[str, Any] | bytes, **options: Any) -> RecordSource:

@@ -5,7 +5,6 @@ import pickle
 import re
 import subprocess
 import tarfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +19,10 @@ from braidax.data.source import VARYING, is_varying
 from braidax.data.storage import LocalFiles, Remote, open_files
 from braidax.errors import ArgumentError, FormatError, RecordError
 from tests.support.data.formats.reading import read
+from tests.support.data.formats.webdataset import npy, numbered, sample, shard
 from tests.support.data.storage.faulty_server import serving
 
-Contents = Iterable[tuple[str, bytes]]
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
-
-
-def shard(path: Path, contents: Contents, kind: int = tarfile.PAX_FORMAT) -> Path:
-    with tarfile.open(path, "w", format=kind) as archive:
-        for name, data in contents:
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    return path
-
-
-def npy(array: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
-
-
-def sample(number: int) -> dict[str, bytes]:
-    return {
-        "jpg": bytes([number % 256]) * (number * 37 % 1500),
-        "cls": str(number % 10).encode(),
-        "json": f'{{"n": {number}}}'.encode(),
-        "npy": npy(np.arange(6).reshape(2, 3) + number),
-        "seg.png": b"png" * number,
-    }
-
-
-def numbered(numbers: Iterable[int], folder: str = "") -> Contents:
-    return [(f"{folder}{n:06}.{field}", data) for n in numbers for field, data in sample(n).items()]
 
 
 def opened(*paths: Path, **options: Any) -> RecordSource:

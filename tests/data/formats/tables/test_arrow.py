@@ -10,7 +10,6 @@ import datasets
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.feather as feather
 import pyarrow.ipc as ipc
 import pytest
 
@@ -20,37 +19,9 @@ from braidax.data.source import Source, is_varying
 from braidax.data.storage import LocalFiles, Remote, open_files
 from braidax.data.storage import mapped as memory
 from braidax.errors import ArgumentError, FormatError, RecordError
+from tests.support.data.formats.arrow import NUM_ROWS, columns, lz4, stream, uncompressed
 from tests.support.data.formats.reading import read
 from tests.support.data.storage.faulty_server import serving
-
-NUM_ROWS = 50
-
-
-def columns(num_rows: int = NUM_ROWS) -> dict[str, pa.Array]:
-    rows = range(num_rows)
-    ragged = [list(range(row % 4)) for row in rows]
-    return {
-        "x": pa.array(np.random.default_rng(0).normal(size=num_rows)),
-        "id": pa.array(np.arange(num_rows)),
-        "half": pa.array(np.arange(num_rows).astype(np.float16)),
-        "flag": pa.array([row % 3 == 0 for row in rows]),
-        "flags": pa.array([[row % 3 == 0, row % 2 == 0, True] for row in rows], pa.list_(pa.bool_(), 3)),
-        "many_flags": pa.array([[(row + bit) % 3 == 0 for bit in range(11)] for row in rows]),
-        "tokens": pa.array([[row, row + 1, row + 2] for row in rows], pa.list_(pa.int32())),
-        "fixed": pa.array([[row, row + 1] for row in rows], pa.list_(pa.float32(), 2)),
-        "nested": pa.array([[[row, 1], [2, 3], [4, 5]] for row in rows], pa.large_list(pa.list_(pa.uint8()))),
-        "ragged": pa.array(ragged),
-        "ragged_pairs": pa.array(
-            [[[k, row % 9] for k in ids] for row, ids in enumerate(ragged)], pa.list_(pa.list_(pa.int16()))
-        ),
-        "ragged_flags": pa.array([[k % 2 == 0 for k in ids] for ids in ragged], pa.list_(pa.bool_())),
-        "text": pa.array(["é" * (row % 5) for row in rows]),
-        "raw": pa.array([b"x" * (row % 7) for row in rows], pa.large_binary()),
-        "digest": pa.array([bytes([row, row + 1]) for row in rows], pa.binary(2)),
-        "struct": pa.array([{"p": row, "q": {"r": f"z{row}"}} for row in rows]),
-        "image": pa.array([{"bytes": b"im%d" % row, "path": None} for row in rows]),
-        "missing": pa.array([{"p": row} if row % 10 != 7 else None for row in rows]),
-    }
 
 
 def expected(num_rows: int = NUM_ROWS) -> dict[str, list[Any]]:
@@ -61,22 +32,6 @@ def expected(num_rows: int = NUM_ROWS) -> dict[str, list[Any]]:
     found["image"] = [value["bytes"] for value in found["image"]]
     found["x"] = np.float32(found["x"]).tolist()
     return found
-
-
-def stream(path: Path, table: pa.Table, rows: int = 13) -> Path:
-    with ipc.new_stream(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=rows)
-    return path
-
-
-def uncompressed(path: Path, table: pa.Table) -> Path:
-    feather.write_feather(table, path, compression="uncompressed", chunksize=7)
-    return path
-
-
-def lz4(path: Path, table: pa.Table) -> Path:
-    feather.write_feather(table, path, compression="lz4", chunksize=7)
-    return path
 
 
 def zstd(path: Path, table: pa.Table) -> Path:

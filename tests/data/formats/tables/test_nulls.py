@@ -14,7 +14,7 @@ from braidax.data.as_arrow import as_arrow
 from braidax.data.formats.tables.arrow import ArrowSource
 from braidax.data.formats.tables.nulls import Nulls
 from braidax.errors import ArgumentError, FormatError, RecordError
-from tests.data.formats.tables.test_arrow import lz4, stream
+from tests.support.data.formats.arrow import lz4, stream
 from tests.support.data.formats.reading import assert_equal, read
 
 NUM_ROWS = 50

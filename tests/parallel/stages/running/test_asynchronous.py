@@ -15,9 +15,9 @@ import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.schedules import Kind, Operation, Schedule, double_buffered, pipedream, versions
-from tests.parallel.stages.running.test_pipelined_step import init_of
 from tests.support.parallel.models import recorded_events, refused, specs
 from tests.support.parallel.stages.running.cases import Case, looped, mlp
+from tests.support.parallel.stages.running.steps import init_of
 from tests.support.program.cutting.models import draw
 
 COUNT = 8

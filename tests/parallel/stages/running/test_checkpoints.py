@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
 from braidax.errors import CheckpointError
-from tests.parallel.stages.running.test_pipelined_step import init_of
 from tests.support.parallel.models import copied, specs
 from tests.support.parallel.stages.running.cases import Case, looped
+from tests.support.parallel.stages.running.steps import init_of
 from tests.support.program.cutting.models import draw
 
 CASE = looped(6, width=5)

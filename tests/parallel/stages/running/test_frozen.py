@@ -11,9 +11,9 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.parallel import pipelined_step
-from tests.parallel.stages.running.test_pipelined_step import init_of, make
 from tests.support.parallel.models import refused, specs
 from tests.support.parallel.stages.running.cases import Case, looped, mlp
+from tests.support.parallel.stages.running.steps import init_of, make
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=0.1))
 ALONE = "params/head"

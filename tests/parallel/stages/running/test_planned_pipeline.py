@@ -19,9 +19,9 @@ from braidax.parallel.stages.schedules import Kind, Simulation, simulate, zero_b
 from braidax.parallel.stages.schedules.dependencies import Dependencies
 from braidax.report import Report
 from braidax.spans import Trace
-from tests.parallel.stages.running.test_pipelined_step import init_of, make
 from tests.support.parallel.models import refused, specs
 from tests.support.parallel.stages.running.cases import Case, looped, mlp
+from tests.support.parallel.stages.running.steps import init_of, make
 
 ADAM = optax.adam(1e-2)
 MACHINE = bx.Machine(1e9, {"pipe": bx.Link(1e6, 1e-3), "data": bx.Link(1e5)}, memory_bytes=1 << 20)

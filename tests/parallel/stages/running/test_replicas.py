@@ -25,7 +25,6 @@ from braidax.parallel.stages.schedules import (
     simulate,
     zero_bubble_h1,
 )
-from tests.parallel.stages.running.test_pipelined_step import make, same_updates
 from tests.support.parallel.models import recorded_events, refused
 from tests.support.parallel.stages.running.cases import (
     Case,
@@ -37,6 +36,7 @@ from tests.support.parallel.stages.running.cases import (
     small_gpt,
     stages_of,
 )
+from tests.support.parallel.stages.running.steps import make, same_updates
 from tests.support.program.cutting.models import draw
 
 ADAM = optax.adam(1e-2)

@@ -15,9 +15,9 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.running.feeding import Given
 from braidax.parallel.stages.schedules import Schedule, one_forward_one_backward, zero_bubble_h1
-from tests.parallel.stages.running.test_pipelined_step import CLIPPED, make, same_updates
 from tests.support.parallel.models import refused
 from tests.support.parallel.stages.running.cases import Case, check, looped, mlp, pipelined, small_gpt
+from tests.support.parallel.stages.running.steps import CLIPPED, make, same_updates
 
 BY_ROWS = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
 SHARDED, ROTATED = bx.FullySharded(min_bytes=0), bx.RotatedTensorParallel(min_bytes=0)

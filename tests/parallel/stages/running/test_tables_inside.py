@@ -18,9 +18,9 @@ from braidax.errors import ArgumentError
 from braidax.parallel.rows import row_adagrad
 from braidax.parallel.stages.running.feeding import Given
 from braidax.parallel.stages.running.home import Home
-from tests.parallel.stages.running.test_pipelined_step import make, same_updates
 from tests.support.parallel.models import refused
 from tests.support.parallel.stages.running.cases import Case
+from tests.support.parallel.stages.running.steps import make, same_updates
 from tests.support.program.cutting.models import draw
 
 TABLES = {"params/words": bx.Rows(), "params/tags": bx.Rows()}

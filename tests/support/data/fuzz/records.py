@@ -24,7 +24,7 @@ import pyarrow as pa
 from array_record.python.array_record_module import ArrayRecordWriter
 
 import braidax.data as data
-from tests.data.formats.records.test_example import example
+from tests.support.data.formats.example import example
 from tests.support.data.formats.mds import write_mds
 from tests.support.data.fuzz.case import Case, Samples, only_file
 

@@ -14,9 +14,9 @@ import pytest
 import braidax as whole
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, SpecError
-from tests.parallel.stages.running.test_pipelined_step import PIPE, make
 from tests.support.parallel.models import recorded_events, specs
 from tests.support.parallel.stages.running.cases import Case, looped, mlp, small_gpt
+from tests.support.parallel.stages.running.steps import PIPE, make
 
 ADAM = optax.adam(1e-2)
 SHARDED, ROTATED = bx.FullySharded(min_bytes=0), bx.RotatedTensorParallel(min_bytes=0)
