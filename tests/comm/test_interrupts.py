@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from braidax.errors import Aborted, ArgumentError, CommError
 from tests.support.comm.injection import CALLS, Injection
 from tests.support.comm.ranks import in_turns, outcomes
 from tests.support.comm.transports.tcps import IN_PYTHON
+from tests.support.tree import ROOT
 
-ROOT = Path(__file__).parents[2]
 TRANSPORTS = ["in-process", "tcp", "ucx"]
 REDUCING = [*TRANSPORTS, IN_PYTHON]
 AT_ONCE_SECONDS = 10.0  # on a machine that has more to do; the limit of a wait is 60

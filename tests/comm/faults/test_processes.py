@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.comm.faults.crew import ROOT, START_SECONDS, Crew
+from tests.support.comm.faults.crew import START_SECONDS, Crew
 from tests.support.comm.faults.trials import PEER_TIMEOUT_SECONDS, SLACK_SECONDS, check_after
+from tests.support.tree import ROOT
 
 PROGRAM = """
 import sys

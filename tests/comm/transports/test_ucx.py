@@ -25,8 +25,8 @@ from braidax.connections.world import World
 from braidax.errors import ArgumentError, CommError, HandshakeError, MissingExtra, WaitTimeout
 from tests.support.comm.ranks import in_turns
 from tests.support.comm.transports.ucx_ranks import LIMIT_SECONDS, WAYS, Rank, Ranks
+from tests.support.tree import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 MIB = 1 << 20
 BINDING = "braidax.comm.transports.ucx_binding"
 

@@ -14,8 +14,7 @@ from braidax.data.storage.cache import PageCache, default_folder
 from braidax.data.storage.options import PAGE_BYTES
 from braidax.errors import ArgumentError
 from tests.support.data.storage.cache import DATA, SEGMENT, cache, write_and_read
-
-ROOT = Path(__file__).parents[3]
+from tests.support.tree import ROOT
 
 
 def stored(folder: Path, **options: object) -> PageCache:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, final
 
 from tests.support.comm.faults.stalls import Stalls
+from tests.support.tree import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 60.0
 _TAIL_CHARS = 4000
 _PROGRAM = "tests.support.comm.faults.rank"

@@ -13,8 +13,8 @@ from typing import final
 from braidax.comm.transports.transport import MAX_TAG, Operation, Transport
 from braidax.connections.world import World
 from braidax.errors import PeerLost
+from tests.support.tree import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 SECRET = bytes(range(32))
 LIMIT_SECONDS = 60.0
 NAP_SECONDS = 5.0  # after which a driver looks whether another rank has failed
