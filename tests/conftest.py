@@ -20,7 +20,9 @@ import pytest
 from jax._src import compilation_cache
 from jax._src.lru_cache import LRUCache
 
-from tests.support.suite_time import SuiteTime, begin_long_ones_first
+pytest.register_assert_rewrite("tests.support")  # what it asserts says what it compared; before any of it is imported
+
+from tests.support.suite_time import SuiteTime, begin_long_ones_first  # noqa: E402
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 QUICK = "not slow and not gpu"  # what runs where nothing else is asked for

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
+from tests.support.data.formats.reading import assert_equal
 from tests.support.suite_time import NOISE
 from tests.support.tree import ROOT
 
@@ -70,6 +72,11 @@ def test_in_ci_a_skip_is_a_failure(skips: Path) -> None:
 def test_a_leaked_thread_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "test_leak.py").write_text(LEAK)
     assert closing_line(tmp_path, ci="") == "3 passed, 2 errors"
+
+
+def test_what_tests_share_says_what_it_compared() -> None:
+    with pytest.raises(AssertionError, match=r"assert PyTreeDef\({'a': \*}\) == PyTreeDef\({'b': \*}\)"):
+        assert_equal({"a": np.zeros(1)}, {"b": np.zeros(1)})
 
 
 def test_there_are_8_devices() -> None:

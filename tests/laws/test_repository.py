@@ -1,4 +1,4 @@
-"""The repository: nothing in it belongs to one machine, and nothing in it is large."""
+"""The repository: nothing in it belongs to one machine, nothing is large, and what tests share has its own place."""
 
 import re
 import subprocess
@@ -12,6 +12,9 @@ MAX_BYTES = 1_000_000
 FOREIGN = re.compile(
     r"(?<![\w.])/(?:[h]ome|[r]oot|[U]sers|[w]ork|[t]mp|[o]pt)/\w"
     r"|[p]ypi\.org|[p]ythonhosted\.org|[c]onda\.anaconda|[a]rtifactory|--(?:[e]xtra-)?index-url|--[f]ind-links"
+)
+BORROWED = re.compile(
+    r"\b(?:from|import) tests(?:\.(?!support\b)\w| import\b).*|\b(?:tests|benchmarks)(?:\.\w+)*\.test_\w+"
 )
 
 
@@ -33,6 +36,32 @@ def large(root: Path, paths: Iterable[str]) -> list[str]:
     return [f"{path} has {size} bytes" for path, size in sizes.items() if size > MAX_BYTES]
 
 
+def borrowed(root: Path, paths: Iterable[str]) -> list[str]:
+    """Returns the lines of Python that import from tests, but for `tests.support`, or name a test module.
+
+    Programs that are strings count as well.
+    """
+    found: list[str] = []
+    for path in paths:
+        if path.endswith(".py"):
+            text = (root / path).read_text()
+            for match in BORROWED.finditer(text):
+                line = text.count("\n", 0, match.start()) + 1
+                found.append(f"{path}:{line}: {match[0]}")
+    return found
+
+
+def misplaced(paths: Iterable[str]) -> list[str]:
+    """Returns what is no test module and lies among them, and the test modules that lie in `tests/support`."""
+    found: list[str] = []
+    for path in map(Path, paths):
+        if path.parts[0] == "tests" and path.suffix == ".py":
+            is_test = path.name.startswith("test_") or path.name == "conftest.py"
+            if is_test == (path.parts[1] == "support"):
+                found.append(path.as_posix())
+    return found
+
+
 def tracked(root: Path) -> list[str]:
     """Returns the files that git tracks and that are there; of an unpacked release, all that came with it."""
     if not (root / ".git").exists():
@@ -52,6 +81,15 @@ def test_no_file_is_large() -> None:
     assert large(ROOT, tracked(ROOT)) == []
 
 
+def test_nothing_is_imported_from_a_test_module() -> None:
+    """What two of them share belongs into `tests/support`."""
+    assert borrowed(ROOT, tracked(ROOT)) == []
+
+
+def test_what_tests_share_lies_in_a_place_of_its_own() -> None:
+    assert misplaced(tracked(ROOT)) == []
+
+
 def test_what_is_tracked_is_what_git_says() -> None:
     assert {"pyproject.toml", "src/braidax/__init__.py", "tests/laws/test_repository.py"} <= set(tracked(ROOT))
 
@@ -69,3 +107,28 @@ def test_a_foreign_line_is_found(plant: Callable[[dict[str, str]], Path]) -> Non
 def test_a_large_file_is_found(plant: Callable[[dict[str, str]], Path]) -> None:
     tree = plant({"a.txt": "x" * 1_000_001, "b.txt": "x" * 1_000_000})
     assert large(tree, ["a.txt", "b.txt"]) == ["a.txt has 1000001 bytes"]
+
+
+def test_an_import_from_a_test_module_is_found(plant: Callable[[dict[str, str]], Path]) -> None:
+    tree = plant(
+        {
+            "tests/a/test_a.py": "import jax.test_util\nfrom tests.support.a import b\nfrom te"
+            + "sts.b.test_c import d\n",
+            "tests/support/a.py": "def f():\n    import te" + "sts.b.test_c as c\n",
+            "benchmarks/a.py": "PROGRAM = '''\nimport sys\nfrom te" + "sts.b import test_c\n'''\n",
+            "benchmarks/b.py": "COMMAND = [sys.executable, '-m', 'te" + "sts.b.test_c']\n",
+            "benchmarks/c.md": "from te" + "sts.b.test_c import d\n",
+        }
+    )
+    paths = ["tests/a/test_a.py", "tests/support/a.py", "benchmarks/a.py", "benchmarks/b.py", "benchmarks/c.md"]
+    assert borrowed(tree, paths) == [
+        "tests/a/test_a.py:3: from te" + "sts.b.test_c import d",
+        "tests/support/a.py:2: import te" + "sts.b.test_c as c",
+        "benchmarks/a.py:3: from te" + "sts.b import test_c",
+        "benchmarks/b.py:1: te" + "sts.b.test_c",
+    ]
+
+
+def test_what_is_out_of_place_is_found() -> None:
+    paths = ["tests/a/test_a.py", "tests/a/a.py", "tests/conftest.py", "tests/support/a.py", "tests/support/test_b.py"]
+    assert misplaced([*paths, "tests/a/texts/a.hlo", "src/a.py"]) == ["tests/a/a.py", "tests/support/test_b.py"]
