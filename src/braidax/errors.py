@@ -13,7 +13,7 @@ BraidaxError
 ├── CommError                       ranks cannot talk, or can no longer talk, to one another
 │   ├── HandshakeError              a peer does not fit: its version, world size, transport or secret
 │   ├── PeerLost                    another process died, froze, was cut off or left
-│   └── Aborted                     a rank ended the epoch on purpose
+│   └── Aborted                     a rank ended the generation on purpose
 ├── CallFailed                      what was called in another process raised there
 ├── GangError                       a gang of processes cannot be started or used
 ├── WaitTimeout (TimeoutError)      a wait on the host passed its limit
@@ -24,7 +24,7 @@ A message names the parameter or file, the value, what was expected, and the rem
 
 What goes wrong in other processes has two words, whoever tells of it: communicators, gangs, loaders, checkpoints,
 pipelines. `PeerLost`: the process is no longer there to be waited for. `CallFailed`: it is, and what it did raised.
-`Aborted` is what the ranks that are well raise when one of them has ended the epoch of all.
+`Aborted` is what the ranks that are well raise when one of them has ended the generation of all.
 """
 
 import importlib
@@ -92,7 +92,7 @@ class PeerLost(CommError):
 
 
 class Aborted(CommError):
-    """A rank ended the epoch on purpose; the message says which, and why."""
+    """A rank ended the generation on purpose; the message says which, and why."""
 
 
 class CallFailed(BraidaxError):

@@ -107,7 +107,7 @@ def test_what_raises_in_one_rank_ends_all() -> None:
     for rank in (0, 2):
         assert isinstance(found[rank], Aborted)
         assert "rank 1 (host " in str(found[rank])
-        assert "ended the epoch: RuntimeError: no more" in str(found[rank])
+        assert "ended the generation: RuntimeError: no more" in str(found[rank])
 
 
 def test_every_call_after_an_abort_raises() -> None:
@@ -129,7 +129,7 @@ def test_every_call_after_an_abort_raises() -> None:
     for found in outcomes(2, end):
         (told,) = found.args
         assert len(told) == 3
-        assert all("rank 0 (host " in text and text.endswith("ended the epoch: enough") for text in told)
+        assert all("rank 0 (host " in text and text.endswith("ended the generation: enough") for text in told)
 
 
 def test_a_wait_has_its_limit_and_names_who_was_waited_for() -> None:
@@ -233,7 +233,7 @@ def test_what_was_sent_before_closing_arrives(transport: str) -> None:
 
 def test_a_thousand_groups_are_too_many() -> None:
     def split(comm: Communicator) -> None:
-        with pytest.raises(CommError, match="split made group 2,049 of this epoch; expected at most 2,048"):
+        with pytest.raises(CommError, match="split made group 2,049 of this generation; expected at most 2,048"):
             for _ in range(5000):
                 comm.split(0)
 

@@ -6,7 +6,7 @@ from braidax.comm.environment import PLACE_VARIABLES, Place, hosts_of, rank_from
 from braidax.errors import ArgumentError
 
 BRAIDAX = {"BRAIDAX_RANK": "1", "BRAIDAX_SIZE": "4"}
-LOCAL = {"BRAIDAX_LOCAL_RANK": "1", "BRAIDAX_LOCAL_SIZE": "2", "BRAIDAX_JOB": "run", "BRAIDAX_EPOCH": "3"}
+LOCAL = {"BRAIDAX_LOCAL_RANK": "1", "BRAIDAX_LOCAL_SIZE": "2", "BRAIDAX_JOB": "run", "BRAIDAX_GENERATION": "3"}
 SLURM = {
     "SLURM_PROCID": "5",
     "SLURM_NTASKS": "7",

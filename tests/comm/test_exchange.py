@@ -122,7 +122,7 @@ def test_all_that_a_producer_may_raise_is_told_to_all(transport: str) -> None:
     assert isinstance(mine, FileNotFoundError)
     for other in others:
         assert isinstance(other, Aborted)
-        assert str(other).endswith("ended the epoch: exchange failed: FileNotFoundError: part 7")
+        assert str(other).endswith("ended the generation: exchange failed: FileNotFoundError: part 7")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_the_least_window_that_an_error_names_is_enough() -> None:
         least = int(str(caught.value).split(" ranks, ")[1].split(" bytes")[0].replace(",", ""))
         return len(stream(comm, lambda: iter([(0, [bytes(1000)])] * 5), chunk_bytes=5000, window_bytes=least))
 
-    # An argument that cannot be ends the epoch of several ranks, as they would wait for this one.
+    # An argument that cannot be ends the generation of several ranks, as they would wait for this one.
     assert results(1, run) == [5]
 
 
@@ -195,7 +195,7 @@ def test_a_rank_that_leaves_a_stream_ends_it_for_all() -> None:
         assert "exchange was left before its end; expected every rank to take all items" in str(found)
 
 
-def test_a_stream_that_is_closed_ends_the_epoch_and_one_that_is_over_does_not() -> None:
+def test_a_stream_that_is_closed_ends_the_generation_and_one_that_is_over_does_not() -> None:
     def run(comm: Communicator) -> str:
         over = comm.exchange([])
         assert list(over) == []
@@ -422,7 +422,7 @@ def test_nothing_is_left_of_streams_in_the_transport() -> None:
 
 
 def test_hostile_chunks_and_credits_are_refused() -> None:
-    """A peer that sends what cannot be ends the epoch, and writes nothing where it must not."""
+    """A peer that sends what cannot be ends the generation, and writes nothing where it must not."""
 
     def run(comm: Communicator, chunk: bytes, credit: bytes) -> None:
         number = comm._group.calls.next_tag & MAX_NUMBER

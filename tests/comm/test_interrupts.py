@@ -55,7 +55,7 @@ def check_ended(call: Call, kind: type[Exception], words: str, transport: str) -
     for rank in (0, 2):
         assert isinstance(found[rank], Aborted)
         assert "rank 1 (host " in str(found[rank])
-        assert f"ended the epoch: {words}" in str(found[rank])
+        assert f"ended the generation: {words}" in str(found[rank])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -70,7 +70,7 @@ def check_ended(call: Call, kind: type[Exception], words: str, transport: str) -
         (send_nothing, ArgumentError, "all_gather failed: value= is a int: expected a NumPy array"),
     ],
 )
-def test_whatever_fails_in_a_collective_ends_the_epoch_for_all(
+def test_whatever_fails_in_a_collective_ends_the_generation_for_all(
     call: Call, kind: type[Exception], words: str, transport: str, unchecked: None
 ) -> None:
     check_ended(call, kind, words, transport)
@@ -110,7 +110,7 @@ def test_no_collective_meets_an_earlier_one_of_others() -> None:
         assert "all_reduce failed: array= has dtype=<U1, of which operation=add makes <U2" in str(error)
 
 
-def test_an_interrupt_amid_a_tcp_message_ends_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_amid_a_tcp_message_ends_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C between the kernel's taking bytes and our noting it: they were sent twice, and no message came after."""
     write, victim = tcp_link.write_some, list[int]()
 
@@ -198,7 +198,7 @@ def interrupted(transport: str, part: int, *calls: str) -> str:
     ("transport", "call"),
     [("in-process", "all_reduce"), ("tcp", "split"), ("tcp", "following"), ("ucx", "recv_buffer")],
 )
-def test_ctrl_c_at_any_place_of_a_call_ends_the_epoch(transport: str, call: str) -> None:
+def test_ctrl_c_at_any_place_of_a_call_ends_the_generation(transport: str, call: str) -> None:
     """Or it comes before the call has begun anything: then this can be called again."""
     assert ", 0 wrong" in interrupted(transport, 50, call)
 

@@ -21,7 +21,7 @@ def test_ranks_join_by_their_environment(tmp_path: Path) -> None:
     with TcpStoreServer(secret=SECRET) as server:
         for place in ({"BRAIDAX_STORE": f"file://{tmp_path}"}, {"BRAIDAX_STORE": server.address}):
             found: list[Any] = []
-            shared = {**place, "BRAIDAX_SECRET": SECRET.hex(), "BRAIDAX_SIZE": "2", "BRAIDAX_EPOCH": "3"}
+            shared = {**place, "BRAIDAX_SECRET": SECRET.hex(), "BRAIDAX_SIZE": "2", "BRAIDAX_GENERATION": "3"}
             threads = [
                 threading.Thread(target=join, args=({**shared, "BRAIDAX_RANK": str(rank)}, found)) for rank in range(2)
             ]

@@ -82,7 +82,7 @@ def ranks() -> Iterator[Ranks]:
 def texts(outcomes: Sequence[Any], kind: type[BaseException] = HandshakeError) -> list[str]:
     """Returns the messages of errors, all of one kind but where a rank only heard of another's."""
     for outcome in outcomes:
-        heard = str(outcome).startswith("another rank could not join, and this epoch is over: ")
+        heard = str(outcome).startswith("another rank could not join, and this generation is over: ")
         assert type(outcome) is (Aborted if heard else kind), outcomes
     assert any(type(outcome) is kind for outcome in outcomes), outcomes
     return [str(outcome) for outcome in outcomes]
@@ -96,7 +96,7 @@ def texts(outcomes: Sequence[Any], kind: type[BaseException] = HandshakeError) -
         ({"rank": -1, "size": 2}, "rank=-1: expected a whole number from 0 to size - 1, 1"),
         ({"rank": 0, "size": 1, "timeout_seconds": 0}, "timeout_seconds=0: expected seconds > 0"),
         ({"rank": 0, "size": 1, "job": "a/b"}, "job='a/b': expected a name without '/'"),
-        ({"rank": 0, "size": 1, "epoch": -1}, "epoch=-1: expected a whole number >= 0"),
+        ({"rank": 0, "size": 1, "generation": -1}, "generation=-1: expected a whole number >= 0"),
         ({"rank": 0, "size": 1, "transport": "pigeon"}, "'pigeon': expected one of"),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_wrong_size_is_named_at_both(ranks: Ranks) -> None:
     assert (
         one == f"rank 1 (host host-1, pid {pid}) was started as one of size=3 ranks, rank 0 as one of 2; "
         "start all with the same size"
-    ) or "another rank could not join, and this epoch is over: HandshakeError in rank 1: " in one
+    ) or "another rank could not join, and this generation is over: HandshakeError in rank 1: " in one
     assert f"rank 0 (host host-0, pid {pid}) was started as one of size=2 ranks, rank 1 as one of 3" in other
     assert max(ranks.seconds.values()) < 5
 
@@ -128,20 +128,20 @@ def test_a_rank_that_is_there_twice(ranks: Ranks) -> None:
     ranks.begin(store, rank=0, size=2)
     first, second = texts(ranks.end())
     words = (
-        f"rank 0 has joined job='job', epoch=0, at {store.address} before; expected each rank once: give another job "
-        "its own job=, and the same job, when it connects again, the next epoch="
+        f"rank 0 has joined job='job', generation=0, at {store.address} before; expected each rank once: give another "
+        "job its own job=, and the same job, when it connects again, the next generation="
     )
     assert second == words
-    assert first == f"another rank could not join, and this epoch is over: HandshakeError in rank 0: {words}"
+    assert first == f"another rank could not join, and this generation is over: HandshakeError in rank 0: {words}"
     assert max(ranks.seconds.values()) < 5
 
 
-def test_jobs_and_epochs_of_one_store_do_not_meet(ranks: Ranks) -> None:
+def test_jobs_and_generations_of_one_store_do_not_meet(ranks: Ranks) -> None:
     store = MemoryStore()
     for job, size in (("a", 2), ("b", 3)):
-        for epoch in range(2):
+        for generation in range(2):
             for rank in range(size):
-                ranks.begin(store, rank=rank, size=size, job=job, epoch=epoch)
+                ranks.begin(store, rank=rank, size=size, job=job, generation=generation)
     assert ranks.end() == [[2.0] * 3] * 4 + [[3.0] * 3] * 6
 
 
@@ -187,24 +187,24 @@ def test_ranks_that_never_come_are_named(ranks: Ranks) -> None:
     for text in outcomes:
         assert isinstance(text, WaitTimeout | Aborted)
         assert (
-            f"ranks 1, 3, 4 of 5 did not join job='job', epoch=0, at {store.address} within timeout_seconds=1; "
-            "expected all of them: look at their logs, and see that all use the same store, job, epoch and size"
+            f"ranks 1, 3, 4 of 5 did not join job='job', generation=0, at {store.address} within timeout_seconds=1; "
+            "expected all of them: look at their logs, and see that all use the same store, job, generation and size"
         ) in str(text)
     assert all(0.9 < seconds < 6 for seconds in ranks.seconds.values())
 
 
 def test_ranks_are_told_that_others_will_not_come(ranks: Ranks) -> None:
-    """By somebody who knows, whichever ranks wait already; another epoch is not concerned."""
+    """By somebody who knows, whichever ranks wait already; another generation is not concerned."""
     store = MemoryStore()
     ranks.begin(store, rank=0, size=3)
-    give_up_meeting(store, job="job", epoch=0, reason="rank 1 ended")
+    give_up_meeting(store, job="job", generation=0, reason="rank 1 ended")
     ranks.begin(store, rank=2, size=3)
     for outcome in ranks.end():
         assert isinstance(outcome, Aborted)
-        assert str(outcome).startswith("another rank could not join, and this epoch is over: ")
+        assert str(outcome).startswith("another rank could not join, and this generation is over: ")
         assert str(outcome).endswith("rank 1 ended")
     assert max(ranks.seconds.values()) < 10
-    ranks.begin(store, rank=0, size=1, epoch=1)
+    ranks.begin(store, rank=0, size=1, generation=1)
     assert ranks.end()[-1] == [1.0] * 3
 
 
@@ -385,32 +385,34 @@ def test_who_reads_along_at_the_store_cannot_join(ranks: Ranks, monkeypatch: pyt
     with TcpStoreServer(secret=of_store) as server, contextlib.ExitStack() as stack:
         tap = Tap(int(server.address.rpartition(":")[2]))
         stack.callback(tap.close)
-        for epoch in range(2):
+        for generation in range(2):
             for rank in range(2):
                 store = stack.enter_context(TcpStore("127.0.0.1", tap.port, secret=of_store))
-                ranks.begin(store, rank=rank, size=2, epoch=epoch)
+                ranks.begin(store, rank=rank, size=2, generation=generation)
         assert ranks.end() == [[2.0] * 3] * 4
-        assert len(secrets) == 2  # one an epoch
+        assert len(secrets) == 2  # one a generation
         for secret in (*secrets, of_store):
             assert len(secret) == 32
             assert secret not in tap.passed
         assert b"job/1/seed" in tap.passed
 
 
-def test_the_same_job_meets_again_as_the_next_epoch() -> None:
+def test_the_same_job_meets_again_as_the_next_generation() -> None:
     store = MemoryStore()
-    for epoch in range(3):
+    for generation in range(3):
         made = Ranks()
         for rank in range(3):
-            made.begin(store, rank=rank, size=3, epoch=epoch)
+            made.begin(store, rank=rank, size=3, generation=generation)
         assert made.end() == [[3.0] * 3] * 3
 
 
-def test_an_epoch_that_is_over_takes_nobody_back() -> None:
+def test_an_generation_that_is_over_takes_nobody_back() -> None:
     store = MemoryStore()
     with connect(store, rank=0, size=1, job="job") as comm:
         assert isinstance(comm, Communicator)
-    with pytest.raises(HandshakeError, match=r"rank 0 has joined job='job', epoch=0, at memory:.* before; .* epoch="):
+    with pytest.raises(
+        HandshakeError, match=r"rank 0 has joined job='job', generation=0, at memory:.* before; .* generation="
+    ):
         connect(store, rank=0, size=1, job="job")
 
 

@@ -30,7 +30,7 @@ def echo(source: int, value: Any) -> Any:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("count", [1, 4000, 1_000_000])
-def test_a_late_answer_is_dropped_and_the_epoch_lives(transport: str, count: int) -> None:
+def test_a_late_answer_is_dropped_and_the_generation_lives(transport: str, count: int) -> None:
     """It is never taken for another's, small or large."""
     late = threading.Event()
 
@@ -269,7 +269,7 @@ def test_a_handler_that_does_not_return_is_named_at_the_end() -> None:
     results(2, run)
 
 
-def test_what_serves_ends_with_the_epoch() -> None:
+def test_what_serves_ends_with_the_generation() -> None:
     def run(comm: Communicator) -> None:
         if comm.rank == 1:
             comm.abort("enough")
@@ -314,7 +314,7 @@ def test_no_memory_is_taken_on_the_word_of_a_message() -> None:
         (None, b"abc", "a word of 3 bytes"),
     ],
 )
-def test_hostile_requests_end_the_epoch(kind: int | None, data: bytes, words: str) -> None:
+def test_hostile_requests_end_the_generation(kind: int | None, data: bytes, words: str) -> None:
     def run(comm: Communicator) -> None:
         if comm.rank == 1:
             message = data if kind is None else struct.pack("<QQ", kind, 5) + data

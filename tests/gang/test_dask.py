@@ -148,7 +148,7 @@ def test_an_error_names_the_rank_and_shows_where_it_was_raised(client: distribut
         assert isinstance(caught.value.__cause__, LookupError)
         assert 'raise LookupError(f"nothing in rank {rank}")' in caught.value.__notes__[0]
         gang.restart()
-        assert gang.epoch == 1
+        assert gang.generation == 1
         assert gang.workers == workers
         assert gang.run(clusters.backwards, 1.0) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
 
@@ -313,7 +313,7 @@ def test_two_gangs_in_the_same_workers_keep_their_own(threads: distributed.Clien
         with pytest.raises(CallFailed):
             two.run(clusters.fail_in_one, 1)
         assert one.get("x") == [[1, 0, 0], [2, 0, 0]]
-        assert one.epoch == 0
+        assert one.generation == 0
     _nothing_is_left(threads)
 
 

@@ -145,17 +145,21 @@ def test_a_rank_that_ends_well_ends_nobody(run: Launch) -> None:
     assert run(text) == (0, ["[1] went on"])
 
 
-def test_all_start_again_under_the_next_epoch(run: Launch) -> None:
+def test_all_start_again_under_the_next_generation(run: Launch) -> None:
     text = JOIN + dedent("""
-        print("epoch", os.environ["BRAIDAX_EPOCH"])
+        print("generation", os.environ["BRAIDAX_GENERATION"])
         comm.barrier()
-        if comm.rank == 0 and os.environ["BRAIDAX_EPOCH"] != "2":
+        if comm.rank == 0 and os.environ["BRAIDAX_GENERATION"] != "2":
             sys.exit(5)
         comm.close()
         """)
     code, lines = run(text, restarts=2)
     assert code == 0
-    assert [line for line in lines if line.startswith("[1] epoch")] == ["[1] epoch 0", "[1] epoch 1", "[1] epoch 2"]
+    assert [line for line in lines if line.startswith("[1] generation")] == [
+        "[1] generation 0",
+        "[1] generation 1",
+        "[1] generation 2",
+    ]
     assert "braidax launch: starts all again (restart 2 of 2)" in lines
     code, lines = run(text, restarts=1)
     assert code == 5

@@ -63,10 +63,10 @@ def test_large_arguments_and_results_pass(gang: LocalGang) -> None:
 def test_ranks_keep_what_modules_hold_until_they_restart(fresh: LocalGang) -> None:
     assert fresh.run(programs.keep, 1) == [[1]] * 3
     assert fresh.run(programs.keep, 2) == [[1, 2]] * 3
-    before, epoch = fresh.run(programs.pids), fresh.epoch
+    before, generation = fresh.run(programs.pids), fresh.generation
     fresh.restart()
     assert fresh.run(programs.keep, 3) == [[3]] * 3
-    assert fresh.epoch == epoch + 1
+    assert fresh.generation == generation + 1
     assert all(programs.is_gone(pid) for pid in before)
 
 
@@ -292,7 +292,7 @@ def test_starting_and_stopping_leave_nothing() -> None:
             pids += gang.run(programs.pids)
         gang.stop()
         assert (open_files(), threading.active_count()) == (files, threads)
-    assert gang.epoch == 7
+    assert gang.generation == 7
     assert len(set(pids)) == 8
     assert all(not Path(f"/proc/{pid}").exists() for pid in pids)
 

@@ -44,7 +44,7 @@ def test_the_secret_of_a_job_is_not_in_the_call(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(local._LocalRanks, "ask", ask)
     text = """
         print(os.environ["BRAIDAX_SECRET"], os.environ["BRAIDAX_JOB"])
-        if comm.rank == 0 and os.environ["BRAIDAX_EPOCH"] == "0":
+        if comm.rank == 0 and os.environ["BRAIDAX_GENERATION"] == "0":
             raise ValueError("the value")
         comm.close()
         """
@@ -53,7 +53,7 @@ def test_the_secret_of_a_job_is_not_in_the_call(tmp_path: Path, monkeypatch: pyt
     told = {line.partition("] ")[2] for line in lines if line.count(" ") == 2}
     secrets = {words.split()[0] for words in told}
     assert len(calls) == 2 * 2 * len(secrets)  # that all meet, and the call; the same secret on both ranks
-    assert len(secrets) == 2  # one an epoch
+    assert len(secrets) == 2  # one a generation
     assert len({words.split()[1] for words in told}) == 1
     for secret in secrets:
         assert len(bytes.fromhex(secret)) == 32
@@ -70,15 +70,15 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:
     assert any("program.py" in line for line in told)
 
 
-def test_all_start_again_under_the_next_epoch(tmp_path: Path) -> None:
+def test_all_start_again_under_the_next_generation(tmp_path: Path) -> None:
     text = """
-        print("epoch", os.environ["BRAIDAX_EPOCH"])
+        print("generation", os.environ["BRAIDAX_GENERATION"])
         comm.barrier()
-        if comm.rank == 0 and os.environ["BRAIDAX_EPOCH"] == "0":
+        if comm.rank == 0 and os.environ["BRAIDAX_GENERATION"] == "0":
             raise ValueError("the value")
         comm.close()
         """
     code, lines, told = launch(tmp_path, text, restarts=1)
     assert code == 0
-    assert {"[0] epoch 1", "[1] epoch 1"} < set(lines)
+    assert {"[0] generation 1", "[1] generation 1"} < set(lines)
     assert "braidax launch: starts all again (restart 1 of 1)" in told

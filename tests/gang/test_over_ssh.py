@@ -110,9 +110,9 @@ def test_the_rank_that_failed_is_named_and_all_are_ended(run: Launch) -> None:
 def test_all_start_again_after_a_rank_was_killed(run: Launch) -> None:
     code, lines = run(
         """
-        print("epoch", os.environ["BRAIDAX_EPOCH"])
+        print("generation", os.environ["BRAIDAX_GENERATION"])
         comm.barrier()
-        if comm.rank == 2 and os.environ["BRAIDAX_EPOCH"] == "0":
+        if comm.rank == 2 and os.environ["BRAIDAX_GENERATION"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         comm.barrier()
         comm.close()
@@ -121,7 +121,7 @@ def test_all_start_again_after_a_rank_was_killed(run: Launch) -> None:
     )
     assert code == 0
     assert re.search(r"rank 2 \(host b, pid \d+\) failed first: it was ended by signal 9 \(SIGKILL\)", "\n".join(lines))
-    assert {"[0 a] epoch 1", "[1 a] epoch 1", "[2 b] epoch 1"} < set(lines)
+    assert {"[0 a] generation 1", "[1 a] generation 1", "[2 b] generation 1"} < set(lines)
 
 
 def test_a_host_whose_connection_ends_is_named_and_its_ranks_end(run: Launch) -> None:

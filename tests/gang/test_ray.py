@@ -74,14 +74,14 @@ def test_results_come_in_rank_order_whoever_is_first(gang: RayGang) -> None:
 
 
 def test_an_error_names_the_rank_and_shows_where_it_was_raised(gang: RayGang) -> None:
-    epoch = gang.epoch
+    generation = gang.generation
     with pytest.raises(CallFailed, match=r"^rank 1 \(host .*, pid \d+\): LookupError: nothing in rank 1\n") as caught:
         gang.run(clusters.fail_in_one, 1)
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, LookupError)
     assert 'raise LookupError(f"nothing in rank {rank}")' in caught.value.__notes__[0]
     assert gang.run(clusters.backwards, 1.0) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
-    assert gang.epoch == epoch + 1
+    assert gang.generation == generation + 1
 
 
 @pytest.mark.parametrize("check", staying.every_other(0), ids=lambda check: check.__name__)
@@ -110,7 +110,7 @@ def test_the_store_is_replaced_when_it_is_gone(gang: RayGang) -> None:
 
 
 def test_a_killed_rank_is_named_with_its_host_and_all_may_be_restarted(fresh: RayGang) -> None:
-    gang, pids, epoch = fresh, fresh.run(clusters.pid_of), fresh.epoch
+    gang, pids, generation = fresh, fresh.run(clusters.pid_of), fresh.generation
     begun = time.monotonic()
     with pytest.raises(PeerLost) as caught:
         gang.run(clusters.die_in_one, 2)
@@ -120,7 +120,7 @@ def test_a_killed_rank_is_named_with_its_host_and_all_may_be_restarted(fresh: Ra
     assert "worker process has died" in str(caught.value)
     clusters.until(lambda: not clusters.is_running(pids[2]))
     gang.restart()
-    assert gang.epoch == epoch + 1
+    assert gang.generation == generation + 1
     clusters.until(lambda: not any(clusters.is_running(pid) for pid in pids))
     assert not set(pids) & set(gang.run(clusters.pid_of))
 

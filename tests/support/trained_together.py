@@ -1,6 +1,6 @@
 """A whole run in several processes: `braidax launch --module tests.support.trained_together FOLDER [STEP]` trains.
 
-Rank 1 of the first epoch is killed before that step.
+Rank 1 of the first generation is killed before that step.
 """
 
 import os
@@ -33,7 +33,7 @@ def loss(params: Any, batch: Any) -> Any:
 
 
 def train(folder: Path, die_at: int | None) -> None:
-    """Trains for 3 epochs of 6 steps, with a checkpoint every 2; goes on where it was."""
+    """Trains for 3 generations of 6 steps, with a checkpoint every 2; goes on where it was."""
     random = np.random.default_rng(0)
     source = open_source({"x": random.normal(size=(48, 4)).astype(np.float32), "y": np.arange(48, dtype=np.float32)})
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
@@ -47,7 +47,7 @@ def train(folder: Path, die_at: int | None) -> None:
         update = step.update
 
         def update_or_die(state: Any, batch: Any, **options: Any) -> Any:
-            if die_at == saver.num_updates and os.environ["BRAIDAX_EPOCH"] == "0" and jax.process_index() == 1:
+            if die_at == saver.num_updates and os.environ["BRAIDAX_GENERATION"] == "0" and jax.process_index() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             return update(state, batch, **options)
 

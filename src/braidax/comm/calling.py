@@ -27,7 +27,7 @@ _Array: type = np.ndarray  # found quicker than an attribute of NumPy
 
 @final
 class Calling:
-    """Runs operations and waits for them. What they raise ends the epoch, where others would wait in vain.
+    """Runs operations and waits for them. What they raise ends the generation, where others would wait in vain.
 
     **Arguments:** `group`: of the communicator. `limit`: returns its `timeout_seconds`.
 
@@ -43,7 +43,9 @@ class Calling:
         self._making = threading.Lock()  # of that
         self._places: list[NDArray[np.uint8]] = []  # for the first messages of values, to be used again
         self._unheard = group.unheard
-        self._is_quick = group.progress.on_loss == "epoch"  # what a limit leaves under way ends with the epoch
+        self._is_quick = (
+            group.progress.on_loss == "generation"
+        )  # what a limit leaves under way ends with the generation
         self._calls, self._ready, self._run_schedule = group.calls, group.arrays.ready, group.progress.run_now
 
     def run(self, name: str, begin: Callable[..., Steps[T]], *arguments: Any, num_bytes: int = 0) -> T:
@@ -144,7 +146,7 @@ class Calling:
         return self._asking
 
     def ask(self, rank: int, value: Value, limit: float) -> Value:
-        """Asks a rank; what harms nobody else does not end the epoch. **Arguments:** as of `Asking.ask`."""
+        """Asks a rank; what harms nobody else does not end the generation. **Arguments:** as of `Asking.ask`."""
         start = time.perf_counter()
         try:
             answer = (self._asking or self.asking).ask(rank, value, limit)

@@ -43,8 +43,8 @@ class Communicator:
     be 16 ahead. Any thread may call; collectives of a group come from one at a time.
 
     Every wait has the limit `timeout_seconds`. A rank that dies, freezes or is cut off, whatever a collective raises,
-    an `abort`, Ctrl-C in a call, or a limit that passes end the *epoch*: every call on every rank then raises, naming
-    the rank. Go on by connecting again, as the next epoch. With `on_loss="peer"` less ends: see `connect`.
+    an `abort`, Ctrl-C in a call, or a limit that passes end the *generation*: every call on every rank then raises,
+    naming the rank. Go on by connecting again, as the next generation. With `on_loss="peer"` less ends: see `connect`.
 
     **Fields:** `rank`, `size`: of this rank in the group, and the number of its ranks. `hosts`: the host's name of each
     rank. `on_loss`: as of `connect`. `timeout_seconds`: may be changed. `trace`: gets a span for each call, on the lane
@@ -86,7 +86,7 @@ class Communicator:
 
     @property
     def failure(self) -> CommError | None:
-        """What has ended the epoch: `PeerLost`, `Aborted`, or that this was closed; None while it goes on."""
+        """What has ended the generation: `PeerLost`, `Aborted`, or that this was closed; None while it goes on."""
         return self._progress.failure
 
     def send(self, value: Value, dest: int, *, tag: int = 0) -> None:
@@ -278,7 +278,7 @@ class Communicator:
 
         **Raises:** while iterating, whatever `parts` raise; `ArgumentError` for an item that is too large;
         `WaitTimeout` naming a rank that does not ask for its items; `CommError` for a disk that is full; `PeerLost`,
-        `Aborted`. All of these, and an iteration that is left before its end, end the epoch.
+        `Aborted`. All of these, and an iteration that is left before its end, end the generation.
         """
         from braidax.comm.exchange.stream import Exchange, Window  # most programs stream nothing
 
@@ -292,7 +292,7 @@ class Communicator:
         communicator by default.
 
         **Raises:** `CallFailed` with the traceback of the handler when that raises; `WaitTimeout` when no answer comes,
-        which does not end the epoch: the answer is dropped when it comes; `ArgumentError`; `PeerLost`, `Aborted`.
+        which does not end the generation: the answer is dropped when it comes; `ArgumentError`; `PeerLost`, `Aborted`.
         """
         return self._calling.ask(rank, value, self.timeout_seconds if timeout_seconds is None else timeout_seconds)
 
@@ -337,11 +337,11 @@ class Communicator:
             raise
 
     def derive_secret(self, purpose: str) -> bytes:
-        """Returns 32 bytes that only the ranks of this epoch can know, the same on all; nothing of it is sent."""
+        """Returns 32 bytes that only the ranks of this generation can know, the same on all; nothing of it is sent."""
         return hmac.digest(self._progress.world.secret, b"derived " + purpose.encode(), "sha256")
 
     def abort(self, reason: str) -> None:
-        """Ends the epoch: whatever any rank calls or waits for raises `Aborted` with the reason.
+        """Ends the generation: whatever any rank calls or waits for raises `Aborted` with the reason.
 
         With `on_loss="peer"` it ends this rank's part of it: that which others do with this one.
         """
@@ -352,8 +352,8 @@ class Communicator:
 
         What comes later is compared by the next collective. `close` does this, too.
 
-        **Raises:** `CommError` naming both when another rank did not bring the same; what ended the epoch, unless a
-        call has raised that.
+        **Raises:** `CommError` naming both when another rank did not bring the same; what ended the generation, unless
+        a call has raised that.
         """
         deadline = time.monotonic() + min(self.timeout_seconds, _SETTLE_SECONDS)
         for group in self._counters.groups:

@@ -17,7 +17,7 @@ PLACE_VARIABLES = (
     "BRAIDAX_STORE",
     "BRAIDAX_SECRET",
     "BRAIDAX_JOB",
-    "BRAIDAX_EPOCH",
+    "BRAIDAX_GENERATION",
     "BRAIDAX_TRANSPORT",
     "BRAIDAX_SERVERS",
     "BRAIDAX_SERVER",
@@ -31,7 +31,8 @@ class Place:
 
     **Fields:** `rank`, `size`: of this process and of all. `local_rank`, `local_size`: the same on its host; None where
     nobody says. `job`: a name without `/` that no other job of this user has at the time; None where nobody gives one.
-    `epoch`: how often the job was started before. `coordinator_host`: the name of the host of rank 0, where it is told.
+    `generation`: how often the job was started before. `coordinator_host`: the name of the host of rank 0, where it is
+    told.
     `origin`: whose variables these are.
     """
 
@@ -40,7 +41,7 @@ class Place:
     local_rank: int | None
     local_size: int | None
     job: str | None
-    epoch: int
+    generation: int
     coordinator_host: str | None
     origin: Origin
 
@@ -59,8 +60,8 @@ def rank_from_environment(environ: Mapping[str, str]) -> Place | None:
     given = environ.get("BRAIDAX_JOB")
     if "BRAIDAX_RANK" in environ and "BRAIDAX_SIZE" in environ:
         local = read.optional("BRAIDAX_LOCAL_RANK"), read.optional("BRAIDAX_LOCAL_SIZE")
-        epoch = read.optional("BRAIDAX_EPOCH") or 0
-        return read.place(("BRAIDAX_RANK", "BRAIDAX_SIZE"), local, given or "braidax", "braidax", epoch=epoch)
+        generation = read.optional("BRAIDAX_GENERATION") or 0
+        return read.place(("BRAIDAX_RANK", "BRAIDAX_SIZE"), local, given or "braidax", "braidax", generation=generation)
     if "OMPI_COMM_WORLD_RANK" in environ:
         names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
         local = read.optional("OMPI_COMM_WORLD_LOCAL_RANK"), read.optional("OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -120,7 +121,7 @@ def _slurm(environ: Mapping[str, str], read: "_Reader", given: str | None) -> Pl
         (read.optional("SLURM_LOCALID"), local_size),
         given or _name("slurm", f"{environ.get('SLURM_JOB_ID')}-{environ['SLURM_STEP_ID']}"),
         "slurm",
-        epoch=read.optional("SLURM_RESTART_COUNT") or 0,
+        generation=read.optional("SLURM_RESTART_COUNT") or 0,
         coordinator_host=hosts_of(nodes)[0] if nodes else None,
     )
 
@@ -162,7 +163,7 @@ class _Reader:
         job: str | None,
         origin: Origin,
         *,
-        epoch: int = 0,
+        generation: int = 0,
         coordinator_host: str | None = None,
     ) -> Place:
         """Returns a place whose rank and size are in the variables of these names."""
@@ -172,4 +173,4 @@ class _Reader:
             raise ArgumentError(f"the environment variable {missing} is not set, though those of {origin} are")
         if rank >= size:
             raise ArgumentError(f"the environment variable {names[0]} is {rank}; expected less than {names[1]}={size}")
-        return Place(rank, size, *local, job, epoch, coordinator_host, origin)
+        return Place(rank, size, *local, job, generation, coordinator_host, origin)

@@ -58,7 +58,7 @@ class Group:
         self.domain = domain_of(progress, number, ranks)
         self.calls = Calls(self.domain, ranks, rank, hosts, tag_of(number, COLLECTIVE, 0), self.unheard)
         self.arrays = Arrays(self.calls)
-        self._receives: Receives | None = None if progress.on_loss == "epoch" else Unfinished()
+        self._receives: Receives | None = None if progress.on_loss == "generation" else Unfinished()
         self._under = lru_cache(256)(partial(GroupMessages, progress, ranks, rank, hosts=hosts))  # a tag
 
     def send(self, value: Value, dest: int, tag: int) -> Steps[None]:
@@ -116,7 +116,7 @@ class Group:
         return self.calls.next(_head(f"exchange of chunks of {chunk_bytes:,} bytes in windows of {window_bytes:,}"))
 
     def failed(self, name: str, error: BaseException, timeout_seconds: float) -> None:
-        """Ends the epoch, unless what an operation failed of harms nobody else.
+        """Ends the generation, unless what an operation failed of harms nobody else.
 
         Others wait for whoever leaves a collective, and would take its next one for this one. An interrupt leaves
         messages half sent, or received by nobody. Where ranks are lost one by one, a collective ends those of its group

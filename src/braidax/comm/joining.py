@@ -14,14 +14,14 @@ from braidax.errors import ArgumentError
 def from_environment(
     environ: Mapping[str, str] | None = None,
     *,
-    on_loss: OnLoss = "epoch",
+    on_loss: OnLoss = "generation",
     timeout_seconds: float = 120.0,
     tuning: Tuning = DEFAULT,
 ) -> Communicator:
-    """Joins the ranks of the job that this process was started for; each joins once an epoch.
+    """Joins the ranks of the job that this process was started for; each joins once a generation.
 
     **Arguments:** `environ`: the variables, those of the process by default: `BRAIDAX_RANK`, `BRAIDAX_SIZE`,
-    `BRAIDAX_STORE` (a URL, see `open_store`), and `BRAIDAX_SECRET`, `BRAIDAX_JOB`, `BRAIDAX_EPOCH`,
+    `BRAIDAX_STORE` (a URL, see `open_store`), and `BRAIDAX_SECRET`, `BRAIDAX_JOB`, `BRAIDAX_GENERATION`,
     `BRAIDAX_TRANSPORT` where they are given. `on_loss`, `timeout_seconds`, `tuning`: as for `connect`.
 
     **Returns, Raises:** as `connect`; `ArgumentError` naming a variable that is missing or cannot be.
@@ -45,7 +45,7 @@ def from_environment(
             size=place.size,
             transport=variables.get("BRAIDAX_TRANSPORT", "tcp"),
             job=place.job or "braidax",
-            epoch=place.epoch,
+            generation=place.generation,
             on_loss=on_loss,
             timeout_seconds=timeout_seconds,
             tuning=tuning,

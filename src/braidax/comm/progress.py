@@ -41,17 +41,18 @@ class Progress:
     **Arguments:** `transport`, `watch`: connected; this owns both from now on. `world`: what they connect.
     `spin_seconds`: how long a caller that waits keeps a core before it sleeps. `on_loss`: what a lost rank ends.
 
-    **Fields:** `failure`: what ended the epoch. `told`: whether a call raised that. `takes_arrays`, `schedules`: see
+    **Fields:** `failure`: what ended the generation. `told`: whether a call raised that. `takes_arrays`, `schedules`:
+    see
     `Transport`.
     `run_now`: as `run`, but moves it along at once. `send_receive`: see `QuickCalls`. Both raise as `send_now`.
     `hurried`: whether a caller moved messages lately, and will again: the thread then leaves it to callers for a while.
     `number`: returns a number that this rank has given nothing else. `left`: the ranks that have closed theirs. `lost`:
-    those that are lost one by one, with the error of each; none where the epoch ends with them, as `on_loss` says.
+    those that are lost one by one, with the error of each; none where the generation ends with them, as `on_loss` says.
     `losses`: what ends with those.
     """
 
     def __init__(
-        self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float, on_loss: OnLoss = "epoch"
+        self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float, on_loss: OnLoss = "generation"
     ) -> None:
         self.failure: CommError | None = None
         self.told = False
@@ -120,7 +121,7 @@ class Progress:
     def wait(self, operations: Sequence[Operation], deadline: float) -> None:
         """Returns when all operations have ended. **Arguments:** `deadline`: `time.monotonic` seconds.
 
-        **Raises:** the failure that ended the epoch; the error of the first operation that has one; `WaitTimeout`
+        **Raises:** the failure that ended the generation; the error of the first operation that has one; `WaitTimeout`
         naming the peers that were waited for.
         """
         if not all_done(operations):
@@ -155,12 +156,12 @@ class Progress:
                 self._nap.ring()
 
     def fail(self, notice: Notice) -> CommError:
-        """Ends the epoch for all ranks, unless it has ended. **Returns:** the failure."""
+        """Ends the generation for all ranks, unless it has ended. **Returns:** the failure."""
         with self._lock:
-            return self._end_epoch(notice)
+            return self._end_generation(notice)
 
     def fail_later(self, notice: Notice) -> None:
-        """Lets the thread end the epoch soon: for a finalizer, which may run while this thread has the lock."""
+        """Lets the thread end the generation soon: for a finalizer, which may run while this thread has the lock."""
         self._watch.tell_later(notice)
         self._wake_thread.ring()
 
@@ -232,10 +233,11 @@ class Progress:
             raise
 
     def _break(self, error: BaseException) -> None:
-        """Ends the epoch: the transport was interrupted amid a message, so that what it holds is not what was sent."""
-        self._end_epoch(Notice("aborted", self.world.rank, f"{words_of(error)}, in the middle of a message"))
+        """Ends the generation: the transport was interrupted amid a message, so that what it holds is not what was
+        sent."""
+        self._end_generation(Notice("aborted", self.world.rank, f"{words_of(error)}, in the middle of a message"))
 
-    def _end_epoch(self, notice: Notice) -> CommError:
+    def _end_generation(self, notice: Notice) -> CommError:
         if self.failure is None:
             self._watch.tell(notice)  # first: an interrupt between the two may leave this rank to be told, not others
         self._wake_thread.ring()
@@ -364,7 +366,7 @@ class Progress:
         self._listeners.notify_all()
 
     def _leave(self, timeout_seconds: float) -> None:
-        """Says goodbye, and closes the transport, unless the epoch has ended."""
+        """Says goodbye, and closes the transport, unless the generation has ended."""
         if self.failure is None:
             self._watch.leave("leaving")
             self._release(timeout_seconds)

@@ -63,8 +63,8 @@ def connect(
     size: int,
     transport: str | Transport = "tcp",
     job: str = "braidax",
-    epoch: int = 0,
-    on_loss: OnLoss = "epoch",
+    generation: int = 0,
+    on_loss: OnLoss = "generation",
     timeout_seconds: float = 120.0,
     tuning: Tuning = DEFAULT,
 ) -> Communicator:
@@ -72,13 +72,13 @@ def connect(
 
     **Arguments:** `store`: that all ranks see; it stays the caller's, and is not used afterwards. `rank`, `size`: 0 to
     `size` - 1, and how many there are. `transport`: `tcp`, `ucx`, `mpi`, the name of a plug-in, or a `Transport`, which
-    then belongs to the communicator. `job`, `epoch`: which ranks belong together, see `ScopedStore`; the same job
-    connects again as the next epoch. `on_loss`: what ends with a rank that is lost, aborts, or fails in a collective;
-    the same on all ranks. `"epoch"`: everything, for ranks that do one thing together. `"peer"`: what others wait for
-    from it, now and later, and the collectives of its groups; all else goes on, and a limit that passes ends nothing
-    but the wait. That is for ranks of several kinds, such as servers and those who ask them; each kind has collectives
-    of its own by `split`, or in another world. There every rank is connected to every other one, values are copied
-    before they are sent, and where a connection breaks between two that live, the higher rank is lost.
+    then belongs to the communicator. `job`, `generation`: which ranks belong together, see `ScopedStore`; the same job
+    connects again as the next generation. `on_loss`: what ends with a rank that is lost, aborts, or fails in a
+    collective; the same on all ranks. `"generation"`: everything, for ranks that do one thing together. `"peer"`: what
+    others wait for from it, now and later, and the collectives of its groups; all else goes on, and a limit that passes
+    ends nothing but the wait. That is for ranks of several kinds, such as servers and those who ask them; each kind has
+    collectives of its own by `split`, or in another world. There every rank is connected to every other one, values are
+    copied before they are sent, and where a connection breaks between two that live, the higher rank is lost.
     `timeout_seconds`: the limit of this, and of every wait of the communicator.
 
     **Returns:** a communicator, to be closed. **Raises:** `ArgumentError` for a transport that cannot lose one rank and
@@ -87,8 +87,8 @@ def connect(
     """
     _check(rank, size, timeout_seconds, on_loss)
     deadline = time.monotonic() + timeout_seconds
-    scoped = ScopedStore(store, job=job, epoch=epoch)
-    where = f"job={job!r}, epoch={epoch}, at {store.address}"
+    scoped = ScopedStore(store, job=job, generation=generation)
+    where = f"job={job!r}, generation={generation}, at {store.address}"
     chosen = _transport(transport, tuning)
     watch = Watch(peer_timeout_seconds=tuning.peer_timeout_seconds, tls=tuning.tls, on_loss=on_loss)
     try:
@@ -118,12 +118,12 @@ def connect(
     return comm
 
 
-def give_up_meeting(store: Store, *, job: str, epoch: int, reason: str) -> None:
-    """Lets the ranks that wait in `connect` for others of this epoch raise `Aborted`, within about a second.
+def give_up_meeting(store: Store, *, job: str, generation: int, reason: str) -> None:
+    """Lets the ranks that wait in `connect` for others of this generation raise `Aborted`, within about a second.
 
-    **Arguments:** `store`, `job`, `epoch`: as theirs. `reason`: why not all of them will come.
+    **Arguments:** `store`, `job`, `generation`: as theirs. `reason`: why not all of them will come.
     """
-    ScopedStore(store, job=job, epoch=epoch).set("failure", reason.encode())
+    ScopedStore(store, job=job, generation=generation).set("failure", reason.encode())
 
 
 def _transport(transport: str | Transport, tuning: Tuning) -> Transport:
@@ -196,7 +196,7 @@ def _meet(
     if store.add(f"joined/{card.rank}", 1) != 1:
         raise HandshakeError(
             f"rank {card.rank} has joined {where} before; expected each rank once: give another job its own job=, and "
-            "the same job, when it connects again, the next epoch="
+            "the same job, when it connects again, the next generation="
         )
     if card.rank == 0:
         store.set("seed", secrets.token_bytes(32))
@@ -229,7 +229,7 @@ def _check_failure(store: ScopedStore) -> None:
         reason = store.get("failure", timeout_seconds=0)
     except WaitTimeout:
         return
-    raise Aborted(f"another rank could not join, and this epoch is over: {reason.decode()}")
+    raise Aborted(f"another rank could not join, and this generation is over: {reason.decode()}")
 
 
 def _absent(store: ScopedStore, missing: list[int], card: _Card, where: str, timeout_seconds: float) -> WaitTimeout:
@@ -242,7 +242,7 @@ def _absent(store: ScopedStore, missing: list[int], card: _Card, where: str, tim
     listed = ", ".join(map(str, absent[:16])) + ("…" if len(absent) > 16 else "")
     return WaitTimeout(
         f"ranks {listed} of {card.size} did not join {where} within {timeout_seconds=:g}; expected all of them: "
-        "look at their logs, and see that all use the same store, job, epoch and size"
+        "look at their logs, and see that all use the same store, job, generation and size"
     )
 
 
@@ -304,13 +304,13 @@ def _check_can_lose(transport: Transport, on_loss: OnLoss) -> None:
     if on_loss == "peer" and not transport.can_lose:
         raise ArgumentError(
             f"on_loss='peer': the transport {transport.name!r} cannot lose one rank and keep the others; use "
-            "transport='tcp' or 'ucx', or on_loss='epoch'"
+            "transport='tcp' or 'ucx', or on_loss='generation'"
         )
 
 
 def _check(rank: int, size: int, timeout_seconds: float, on_loss: str) -> None:
-    if on_loss not in ("epoch", "peer"):
-        raise ArgumentError(f"on_loss={on_loss!r}: expected 'epoch' or 'peer'")
+    if on_loss not in ("generation", "peer"):
+        raise ArgumentError(f"on_loss={on_loss!r}: expected 'generation' or 'peer'")
     if size < 1:
         raise ArgumentError(f"size={size!r}: expected a whole number >= 1")
     if not 0 <= rank < size:

@@ -52,7 +52,7 @@ class Request(Generic[T]):
         **Arguments:** `timeout_seconds`: the limit; that of the communicator by default.
 
         **Returns:** what the blocking form returns. **Raises:** what the blocking form raises. A limit that passes ends
-        the epoch in the blocking form only.
+        the generation in the blocking form only.
         """
         limit = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         try:

@@ -43,7 +43,9 @@ def left(world: World, rank: int) -> PeerLost:
 
 def closed(world: World) -> CommError:
     """Returns the error of calls behind `close`."""
-    return CommError(f"{world.describe(world.rank)}: this communicator is closed; connect again, as the next epoch")
+    return CommError(
+        f"{world.describe(world.rank)}: this communicator is closed; connect again, as the next generation"
+    )
 
 
 def again(error: CommError) -> CommError:

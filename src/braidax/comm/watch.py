@@ -25,8 +25,8 @@ from braidax.errors import Aborted, ArgumentError, CommError, PeerLost
 
 SECOND_WORD_SECONDS = 2.0
 """Of two ranks that live and lose the connection between them, the higher one waits so long for what is said of it."""
-OnLoss = Literal["epoch", "peer"]
-"""What ends with a rank: all of the epoch, or what others have to do with this rank."""
+OnLoss = Literal["generation", "peer"]
+"""What ends with a rank: all of the generation, or what others have to do with this rank."""
 
 _BEATS_PER_LIMIT = 5
 LEAVING = ("leaving", "left")
@@ -53,11 +53,11 @@ class Notice:
     group: int = 0
 
     def error(self, world: World) -> CommError:
-        """Returns the error that the operations of this epoch end with."""
+        """Returns the error that the operations of this generation end with."""
         if self.kind == "aborted":
-            return Aborted(f"{world.describe(self.rank)} ended the epoch: {self.reason}")
+            return Aborted(f"{world.describe(self.rank)} ended the generation: {self.reason}")
         return PeerLost(
-            f"{world.describe(self.rank)} is lost: {self.reason}; the epoch cannot go on, begin the next one",
+            f"{world.describe(self.rank)} is lost: {self.reason}; the generation cannot go on, begin the next one",
             self.rank,
             world.hosts[self.rank],
         )
@@ -73,7 +73,7 @@ class Watch:
     **Fields:** `left`: the ranks that end on purpose. `gone`: those of them that have delivered what they sent.
     """
 
-    def __init__(self, *, peer_timeout_seconds: float, tls: Tls | None = None, on_loss: OnLoss = "epoch") -> None:
+    def __init__(self, *, peer_timeout_seconds: float, tls: Tls | None = None, on_loss: OnLoss = "generation") -> None:
         if not peer_timeout_seconds > 0:
             raise ArgumentError(f"peer_timeout_seconds={peer_timeout_seconds!r}: expected seconds > 0")
         self.left: set[int] = set()
@@ -100,7 +100,7 @@ class Watch:
         """Takes its place between both neighbors, or among all. **Arguments, Raises:** as `Transport.connect`."""
         self._world = world
         after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-        others = ({after, before} if self._on_loss == "epoch" else set(range(world.size))) - {world.rank}
+        others = ({after, before} if self._on_loss == "generation" else set(range(world.size))) - {world.rank}
         with self._listener as listener:
             # Of two ranks the one in front dials, so that in a ring of two there is one connection.
             dialed = {rank for rank in others if rank < world.rank}
@@ -195,7 +195,7 @@ class Watch:
             return
         if rank in self.left:
             self._add(Notice("left", rank, how), new)  # before it had delivered all, perhaps
-        elif self._on_loss == "epoch" or self._world.rank < rank or how == PROCESS_ENDED:
+        elif self._on_loss == "generation" or self._world.rank < rank or how == PROCESS_ENDED:
             self._add(Notice("lost", rank, how), new)
         else:
             is_silent = now - neighbor.heard > self._limit
@@ -204,7 +204,7 @@ class Watch:
     def _part(self, neighbor: "_Neighbor") -> None:
         """Gives up a neighbor, whose connection stays as long as it may read on it why."""
         self._neighbors.remove(neighbor)
-        if self._on_loss == "epoch" or self._ended.get(neighbor.rank) == PROCESS_ENDED:
+        if self._on_loss == "generation" or self._ended.get(neighbor.rank) == PROCESS_ENDED:
             neighbor.channel.close()
             return
         with contextlib.suppress(OSError):

@@ -9,8 +9,8 @@ class World:
     """The ranks that connect to one another.
 
     **Arguments:** `rank`: of this process. `addresses`: of each rank, by rank. `hosts`: the name of each rank's host.
-    `secret`: 32 bytes that only the ranks of this epoch of this job know; peers prove that they know it. `check`: what
-    a `connect` that waits calls now and then, from any thread: raises when another rank has given up.
+    `secret`: 32 bytes that only the ranks of this generation of this job know; peers prove that they know it. `check`:
+    what a `connect` that waits calls now and then, from any thread: raises when another rank has given up.
     """
 
     def __init__(

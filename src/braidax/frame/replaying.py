@@ -60,12 +60,12 @@ def replayed(gang: Gang, compute: Callable[[], Result], *, max_replays: int, tab
         raise ArgumentError(f"{max_replays=}: expected how often to compute again when a rank is lost, 0 or more")
     replay = 0
     while True:
-        epoch = gang.epoch
+        generation = gang.generation
         try:
             with _whole(gang, tables):
                 return compute()
         except (PeerLost, GangError) as error:
-            was_replaced = gang.epoch != epoch  # by another thread, meanwhile
+            was_replaced = gang.generation != generation  # by another thread, meanwhile
             if not (isinstance(error, PeerLost) or gang.lost or was_replaced):
                 raise
             replay = _next(error, replay, max_replays)

@@ -82,9 +82,9 @@ class Gang(ABC):
 
     @property
     @final
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """How often all ranks had met before they met last; -1 before the first time."""
-        return self._worlds.epoch
+        return self._worlds.generation
 
     @property
     @final
@@ -248,7 +248,7 @@ class Gang(ABC):
 
     @final
     def replace(self, ranks: Sequence[int] = (), *, others: Literal["wait", "leave"] = "wait") -> None:
-        """Starts another process for each lost rank, and returns when all ranks have met under the next epoch.
+        """Starts another process for each lost rank, and returns when all ranks have met under the next generation.
 
         The others stay, with what they keep; what the lost ones kept is gone. Nothing happens when none is lost.
 
@@ -283,7 +283,7 @@ class Gang(ABC):
 
     @final
     def restart(self) -> None:
-        """Ends all ranks, if there are any, and starts all again under a new epoch. Nothing is kept."""
+        """Ends all ranks, if there are any, and starts all again under a new generation. Nothing is kept."""
         self._end("it is being restarted")
         self.start()
 

@@ -47,7 +47,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks of all epochs are told.
+    """What all ranks of all generations are told.
 
     **Fields:** `secret`: of the store. `transport`: of `braidax.comm.from_environment`. `name`: a name of its own.
     """
@@ -61,13 +61,13 @@ class Job:
         """Returns a job with a name and a secret that no other one has."""
         return Job(secrets.token_bytes(32), transport, f"launch-{secrets.token_hex(8)}")
 
-    def environment(self, store: str, epoch: int) -> dict[str, str]:
+    def environment(self, store: str, generation: int) -> dict[str, str]:
         """Returns the variables that say so, for ranks that reach the store at a URL."""
         return {
             "BRAIDAX_STORE": store,
             "BRAIDAX_SECRET": self.secret.hex(),
             "BRAIDAX_JOB": self.name,
-            "BRAIDAX_EPOCH": str(epoch),
+            "BRAIDAX_GENERATION": str(generation),
             "BRAIDAX_TRANSPORT": self.transport,
         }
 
@@ -91,11 +91,12 @@ def launch_here(
     **Arguments:** `servers`: how many processes besides have tables or variables for the program's steps
     (`Hybrid(tables="servers")`, `ParameterServers`). They end when the program has; one that ends before fails as a
     rank does, unless there are copies of what it had: where a signal has ended it, another one is started. `restarts`:
-    how often all are started again, as the next epoch, after one has failed. `transport`: of
+    how often all are started again, as the next generation, after one has failed. `transport`: of
     `braidax.comm.from_environment`. `grace_seconds`: that they may take for a last checkpoint when they are to stop.
     `log`: where lines go; None is `sys.stdout` and `sys.stderr`.
 
-    **Returns:** the exit code of the process that failed first in the last epoch, as a shell tells it; 0 if none did.
+    **Returns:** the exit code of the process that failed first in the last generation, as a shell tells it; 0 if none
+    did.
     **Raises:** `ArgumentError`, `GangError` when it cannot be started.
     """
     if num_processes < 1:
@@ -118,8 +119,8 @@ def launch_here(
         killed = [ending.number for ending in endings if ending.status == -signal.SIGKILL]
         tell_of_killed([number for number in killed if number < num_processes], log)
 
-    def run(epoch: int) -> Failed | None:
-        told = job.environment(server.address, epoch) | ({SERVERS: str(servers), REPLACES: "1"} if servers else {})
+    def run(generation: int) -> Failed | None:
+        told = job.environment(server.address, generation) | ({SERVERS: str(servers), REPLACES: "1"} if servers else {})
         started_as = [(program.command, seat.environment) for seat in seats]
         started_as += [(place.command, place.environment) for place in places]
         commands = [
@@ -128,17 +129,17 @@ def launch_here(
         ]
         shown = [*prefixes]
         with started(commands, print_lines(shown, log), stop=stop) as processes:
-            return _Epoch(processes, commands, names, shown, told, log).wait()
+            return _Generation(processes, commands, names, shown, told, log).wait()
 
     with TcpStoreServer(secret=job.secret) as server:
         return repeated(run, restarts, log)
 
 
-class _Epoch:
-    """The processes of an epoch while they run: ranks first, then servers, and then others in place of these.
+class _Generation:
+    """The processes of a generation while they run: ranks first, then servers, and then others in place of these.
 
     **Arguments:** `commands`, `names`: of all that were started. `prefixes`: of their lines, to which those of others
-    are added. `told`: the variables of the epoch.
+    are added. `told`: the variables of the generation.
     """
 
     def __init__(
@@ -202,27 +203,28 @@ class _Epoch:
 
 
 def repeated(run: Callable[[int], Failed | None], restarts: int, log: TextIOBase | None) -> int:
-    """Runs epochs until one does not fail or there are enough, tells of each failure, and returns the exit code.
+    """Runs generations until one does not fail or there are enough, tells of each failure, and returns the exit code.
 
-    **Arguments:** `run`: runs the epoch of this number. `restarts`: how many may follow the first.
+    **Arguments:** `run`: runs the generation of this number. `restarts`: how many may follow the first.
     """
     if restarts < 0:
         raise ArgumentError(f"{restarts=}: expected 0 or more")
-    epoch = 0
-    while (failed := run(epoch)) is not None:
+    generation = 0
+    while (failed := run(generation)) is not None:
         sys.stdout.flush()
         (log or sys.stderr).write(f"braidax launch: {failed}\n")
-        if epoch == restarts:
+        if generation == restarts:
             if failed.exit_code > _SIGNALED:
                 _tell("run the same command again to go on from the last checkpoint, or give --restarts", log)
             return failed.exit_code
-        epoch += 1
-        _tell(f"starts all again (restart {epoch} of {restarts})", log)
+        generation += 1
+        _tell(f"starts all again (restart {generation} of {restarts})", log)
     return 0
 
 
 def has_copies(told: dict[str, str]) -> bool:
-    """Returns whether a step has copies of what each server has. **Arguments:** `told`: the variables of the epoch."""
+    """Returns whether a step has copies of what each server has. **Arguments:** `told`: the variables of the
+    generation."""
     with scoped_store(told) as store:
         return int(_value(store, COPIES) or b"1") > 1
 
@@ -233,7 +235,7 @@ def tell_of_copies(name: str, how: str, then: str, log: TextIOBase | None) -> No
 
 
 def tell_of_idle(told: dict[str, str], log: TextIOBase | None) -> None:
-    """Says so where a program has left its servers idle. **Arguments:** `told`: the variables of the epoch."""
+    """Says so where a program has left its servers idle. **Arguments:** `told`: the variables of the generation."""
     with scoped_store(told) as store:
         if _value(store, f"{CALLED}/0") is None:
             _tell(
@@ -298,7 +300,7 @@ def first_failed(
     """Returns the rank that failed by itself, given that some have: those that it took along may have ended before.
 
     **Arguments:** `failed`: returns rank and status of those that have ended so, in order. `look`: waits up to so many
-    seconds for others. `told`: the variables of the epoch.
+    seconds for others. `told`: the variables of the generation.
     """
     deadline = time.monotonic() + _LOOK_SECONDS
     with scoped_store(told) as store:

@@ -40,7 +40,7 @@ main(int(sys.argv[1]))
 
 @dataclass(frozen=True)
 class _Options:
-    """What the ranks of every epoch start from."""
+    """What the ranks of every generation start from."""
 
     transport: str
     environment: Mapping[str, str] = field(repr=False)

@@ -45,7 +45,7 @@ def environment_of(place: Place, environ: Mapping[str, str]) -> dict[str, str]:
         "BRAIDAX_RANK": str(place.rank),
         "BRAIDAX_SIZE": str(place.size),
         "BRAIDAX_JOB": job or f"mpi-{os.getppid()}",  # whoever started all of them
-        "BRAIDAX_EPOCH": str(place.epoch),
+        "BRAIDAX_GENERATION": str(place.generation),
         "BRAIDAX_TRANSPORT": environ.get("BRAIDAX_TRANSPORT", "tcp"),
         MEETING: folder,
     }
@@ -65,7 +65,7 @@ def hosting(environ: MutableMapping[str, str]) -> Generator[None, None, None]:
     if "BRAIDAX_STORE" in environ or MEETING not in environ:
         yield
         return
-    name = f"{environ['BRAIDAX_JOB']}-{environ['BRAIDAX_EPOCH']}.json"
+    name = f"{environ['BRAIDAX_JOB']}-{environ['BRAIDAX_GENERATION']}.json"
     if Path(name).name != name:
         raise GangError(f"BRAIDAX_JOB={environ['BRAIDAX_JOB']!r}: expected the name of a job, without slashes")
     word = Path(environ[MEETING]) / name

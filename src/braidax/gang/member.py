@@ -62,7 +62,7 @@ class Member:
     def answer(self, head: Parcel, body: Parcel) -> Parcel:
         """Does what an order says, and returns the answer: the result, or what was raised.
 
-        What a function raises ends the epoch of its meeting: the other ranks raise `Aborted` at their next message
+        What a function raises ends the generation of its meeting: the other ranks raise `Aborted` at their next message
         rather than wait.
 
         **Arguments:** `head`: the pickled `Order`, and behind it the parcel of what is this rank's own, if anything is.
@@ -96,7 +96,8 @@ class Member:
         return self._look_up(name)
 
     def abort(self, call: int, reason: str) -> None:
-        """Ends the epoch of a call, if that is under way: it raises `Aborted` at its next message, on all its ranks.
+        """Ends the generation of a call, if that is under way: it raises `Aborted` at its next message, on all its
+        ranks.
 
         One that waits for others to meet does so within about a second. Any thread may call this.
         """
@@ -104,7 +105,7 @@ class Member:
             self._aborted = call, reason
             order = self._order
             meeting = None if order is None or order.number != call else order.meeting
-            comm = None if meeting is None else self._comms.get((meeting.job, meeting.epoch))
+            comm = None if meeting is None else self._comms.get((meeting.job, meeting.generation))
         if comm is not None:
             comm.abort(reason)
         elif meeting is not None:
@@ -118,7 +119,7 @@ class Member:
         with self._lock:
             self._dismissed = reason
             meeting = None if self._order is None else self._order.meeting
-            comm = None if meeting is None else self._comms.get((meeting.job, meeting.epoch))
+            comm = None if meeting is None else self._comms.get((meeting.job, meeting.generation))
         if comm is not None:
             comm.abort(reason)
         else:
@@ -140,7 +141,7 @@ class Member:
             self._store.close()
 
     def _give_up_all_but(self, order: Order) -> None:
-        """Gives up what an order does not name: deleted names, results that are not kept, epochs that ended."""
+        """Gives up what an order does not name: deleted names, results that are not kept, generations that ended."""
         made, self._made = self._made, None
         if made is not None and order.kept.get(made[0]) == made[1]:
             self._kept[made[0]] = made[1:]
@@ -165,7 +166,7 @@ class Member:
         return result
 
     def _joined(self, meeting: Meeting) -> Communicator:
-        key = meeting.job, meeting.epoch
+        key = meeting.job, meeting.generation
         if key not in self._comms:
             comm = self._connected(meeting)
             with self._lock:
@@ -197,7 +198,7 @@ class Member:
             size=len(meeting.ranks),
             transport=self._transport,
             job=meeting.job,
-            epoch=meeting.epoch,
+            generation=meeting.generation,
             timeout_seconds=seconds,
             tuning=self._tuning,
         )
@@ -206,7 +207,7 @@ class Member:
 
     def _abort_meeting(self, meeting: Meeting, reason: str) -> None:
         with contextlib.suppress(BraidaxError):  # a store that cannot be reached ends the meeting, too
-            give_up_meeting(self._store, job=meeting.job, epoch=meeting.epoch, reason=reason)
+            give_up_meeting(self._store, job=meeting.job, generation=meeting.generation, reason=reason)
 
     def _look_up(self, name: str) -> Any:
         if name in self._handed:
@@ -221,7 +222,7 @@ class Member:
         seconds = time.time()
         what = f"{type(error).__qualname__}: {_text(error)}"
         host = self._tuning.host or socket.gethostname()
-        comm = None if meeting is None else self._comms.get((meeting.job, meeting.epoch))
+        comm = None if meeting is None else self._comms.get((meeting.job, meeting.generation))
         lost = None if meeting is None else _lost(meeting, comm, error)
         if comm is not None:
             with contextlib.suppress(CommError):  # the others are gone already

@@ -32,16 +32,16 @@ def launch_on(
     **Arguments:** `restarts`, `transport`: as `launch_here` takes them. `log`: where it is told what failed; None is
     `sys.stderr`.
 
-    **Returns:** the exit code of the rank that failed first in the last epoch: 1 unless it called `sys.exit` with
+    **Returns:** the exit code of the rank that failed first in the last generation: 1 unless it called `sys.exit` with
     another; 0 if none failed. **Raises:** `GangError` when the gang cannot be started.
     """
     name = Job.new(transport).name
 
-    def run_epoch(epoch: int) -> Failed | None:
-        if epoch:
+    def run_generation(generation: int) -> Failed | None:
+        if generation:
             gang.restart()
         try:
-            gang.run(_run, program, name, transport, epoch, str(Path.cwd()))
+            gang.run(_run, program, name, transport, generation, str(Path.cwd()))
         except (CallFailed, PeerLost) as failed:
             # Where Dask is loaded its tblib pickles errors, and `SystemExit.code` is lost: its arguments are not.
             said = failed.__cause__.args if isinstance(failed.__cause__, SystemExit) else ()
@@ -51,15 +51,15 @@ def launch_on(
         return None
 
     with gang:
-        return repeated(run_epoch, restarts, log)
+        return repeated(run_generation, restarts, log)
 
 
-def _run(comm: Communicator, program: Program, name: str, transport: str, epoch: int, folder: str) -> None:
+def _run(comm: Communicator, program: Program, name: str, transport: str, generation: int, folder: str) -> None:
     """Runs the program as one rank, with what it would have been told by `braidax launch` in its environment.
 
     The secret of its store is derived: whoever sees this call, on its way through a scheduler, does not learn it.
     """
-    job = Job(comm.derive_secret(f"launch {name} {epoch}"), transport, name)
+    job = Job(comm.derive_secret(f"launch {name} {generation}"), transport, name)
     if not _PROGRAM.acquire(blocking=False):
         raise GangError(
             f"{program.target}: another program runs in this process (pid {os.getpid()}), and a process has one "
@@ -70,7 +70,7 @@ def _run(comm: Communicator, program: Program, name: str, transport: str, epoch:
         comm.barrier()  # nobody begins a program that another rank has refused: it would wait there for that rank
         with _restored():
             os.chdir(folder)
-            _run_there(comm, program, job, epoch)
+            _run_there(comm, program, job, generation)
     finally:
         _PROGRAM.release()
 
@@ -92,14 +92,14 @@ def _restored() -> Generator[None, None, None]:
         sys.path[:] = places
 
 
-def _run_there(comm: Communicator, program: Program, job: Job, epoch: int) -> None:
+def _run_there(comm: Communicator, program: Program, job: Job, generation: int) -> None:
     server = TcpStoreServer(host="", secret=job.secret) if comm.rank == 0 else None
     try:
         store = ""
         if server is not None:
             address = "127.0.0.1" if len(set(comm.hosts)) == 1 else host_addresses()[0]
             store = url(address, int(server.address.rpartition(":")[2]))
-        os.environ.update(job.environment(bytes(comm.broadcast(store.encode())).decode(), epoch))
+        os.environ.update(job.environment(bytes(comm.broadcast(store.encode())).decode(), generation))
         local = [rank for rank in range(comm.size) if comm.hosts[rank] == comm.hosts[comm.rank]]
         os.environ.update(Seat(comm.rank, comm.size, local.index(comm.rank), len(local)).environment)
         if program.initialize == "jax":

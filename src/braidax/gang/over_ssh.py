@@ -80,7 +80,8 @@ def launch_over_ssh(
 
     **Arguments:** `restarts`, `transport`, `grace_seconds`, `log`: as `launch_here` takes them.
 
-    **Returns:** the exit code of the rank that failed first in the last epoch, 255 for a host that cannot be reached.
+    **Returns:** the exit code of the rank that failed first in the last generation, 255 for a host that cannot be
+    reached.
     **Raises:** `ArgumentError`, `GangError` when it cannot be started.
     """
     check_grace(grace_seconds)
@@ -94,23 +95,23 @@ def launch_over_ssh(
     with TcpStoreServer(host=listened, secret=job.secret) as server:
         port = int(server.address.rpartition(":")[2])
 
-        def run(epoch: int) -> Failed | None:
-            told = [job.environment(url(address, port), epoch) | besides for address in addresses]
-            here = job.environment(url(listened or "127.0.0.1", port), epoch) | besides
+        def run(generation: int) -> Failed | None:
+            told = [job.environment(url(address, port), generation) | besides for address in addresses]
+            here = job.environment(url(listened or "127.0.0.1", port), generation) | besides
             commands = [
                 _command(remote, party.host, _ordered(program, party, variables, grace_seconds))
                 for party, variables in zip(parties, told, strict=True)
             ]
-            epoch_run = _Epoch(parties, here, log)
+            generation_run = _Generation(parties, here, log)
 
             def stop(processes: Processes) -> None:
                 tell_of_stop(grace_seconds, log)
                 processes.tell(STOP)
                 processes.wait_for_all(grace_seconds + _LEAVE_SECONDS)
-                tell_of_killed(epoch_run.killed, log)
+                tell_of_killed(generation_run.killed, log)
 
-            with started(commands, epoch_run.write, stop=stop, leave_seconds=_LEAVE_SECONDS) as processes:
-                return epoch_run.wait(processes)
+            with started(commands, generation_run.write, stop=stop, leave_seconds=_LEAVE_SECONDS) as processes:
+                return generation_run.wait(processes)
 
         return repeated(run, restarts, log)
 
@@ -142,8 +143,9 @@ class _Party:
         return f"[{seat.rank if isinstance(seat, Seat) else self.name(place)} {self.host.name}] "
 
 
-class _Epoch:
-    """What the hosts tell while an epoch runs. **Arguments:** `told`: the variables of the epoch, for this machine."""
+class _Generation:
+    """What the hosts tell while a generation runs. **Arguments:** `told`: the variables of the generation, for this
+    machine."""
 
     def __init__(self, parties: Sequence[_Party], told: dict[str, str], log: TextIOBase | None) -> None:
         self._parties, self._told, self._log = parties, told, log

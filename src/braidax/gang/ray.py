@@ -31,7 +31,7 @@ _MIN_WAITING = 1000  # calls that may wait in a store's actor, Ray's own default
 
 @dataclass(frozen=True)
 class _Options:
-    """What the ranks of every epoch start from."""
+    """What the ranks of every generation start from."""
 
     transport: str
     bundle: dict[str, float]

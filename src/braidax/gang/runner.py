@@ -119,14 +119,14 @@ def num_threads(environ: Mapping[str, str], devices_per_process: int | None) -> 
 
 @contextlib.contextmanager
 def scoped_store(environ: Mapping[str, str], *, timeout_seconds: float = 60.0) -> Generator[Store, None, None]:
-    """Opens the store that `environ` names, for the keys of its job and epoch."""
+    """Opens the store that `environ` names, for the keys of its job and generation."""
     secret = environ.get("BRAIDAX_SECRET")
     with open_store(
         environ["BRAIDAX_STORE"],
         secret=None if secret is None else bytes.fromhex(secret),
         timeout_seconds=timeout_seconds,
     ) as store:
-        yield ScopedStore(store, job=environ["BRAIDAX_JOB"], epoch=int(environ["BRAIDAX_EPOCH"]))
+        yield ScopedStore(store, job=environ["BRAIDAX_JOB"], generation=int(environ["BRAIDAX_GENERATION"]))
 
 
 def _free_address(environ: Mapping[str, str]) -> str:

@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[Callable[[Communicator], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_on_both_ranks_ends_the_epoch_with_its_words(case: str) -> None:
+def test_what_is_refused_on_both_ranks_ends_the_generation_with_its_words(case: str) -> None:
     call, words = REFUSED[case]
 
     def refused(comm: Communicator) -> None:

@@ -36,14 +36,14 @@ def ranks_on_hosts(num_hosts: int, folder: Path) -> Iterator[tuple[Network, list
             member.leave()
 
 
-def join(members: list[Member], stances: list[str], *, epoch: int = 0, **given: Any) -> None:
+def join(members: list[Member], stances: list[str], *, generation: int = 0, **given: Any) -> None:
     for rank in range(len(stances)):
         usual: dict[str, Any] = {
             "rank": rank,
             "size": len(stances),
-            "epoch": epoch,
+            "generation": generation,
             "job": "partitions",
-            "seed": epoch,
+            "seed": generation,
             "transport": "tcp",
             "hosts": [None] * len(stances),
             "victim": 1,
@@ -86,7 +86,7 @@ def test_hosts_that_are_cut_off(stances: list[str], tmp_path: Path) -> None:
             assert 0.5 < told["at"] - at < PEER_TIMEOUT_SECONDS + SLACK_SECONDS, told
             check_after(told, "PeerLost", str(told))
         network.mend(1)
-        join(members, ["leave"] * size, epoch=1)
+        join(members, ["leave"] * size, generation=1)
         for member in members:
             member.hear("joined", seconds=LIMIT_SECONDS)
             assert member.hear("ended", seconds=LIMIT_SECONDS)["error"] is None

@@ -65,7 +65,7 @@ def programs(folder: Path, how: str) -> Iterator[list[subprocess.Popen[str]]]:
     [
         ("kill", "braidax.errors.PeerLost: rank 1 (host host-1) is lost: "),
         ("stop", "braidax.errors.PeerLost: rank 1 (host host-1) is lost: nothing came from it for 2 s"),
-        ("raise", "braidax.errors.Aborted: rank 1 (host host-1) ended the epoch: ValueError: no such column"),
+        ("raise", "braidax.errors.Aborted: rank 1 (host host-1) ended the generation: ValueError: no such column"),
     ],
     ids=["kill", "stop", "raise"],
 )

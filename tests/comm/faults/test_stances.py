@@ -107,7 +107,7 @@ def test_an_abort_reaches_all_with_its_reason(how: str, harbor: Harbor) -> None:
                     crew.members[rank].tell("call")
                 told = crew.members[rank].hear("ended", seconds=LIMIT_SECONDS)
                 assert told["error"] == "Aborted"
-                assert told["text"] == "rank 1 (host host-1) ended the epoch: the disk is full"
+                assert told["text"] == "rank 1 (host host-1) ended the generation: the disk is full"
                 assert told["at"] - at < SLACK_SECONDS
                 check_after(told, "Aborted", stances[rank])
             if how == "abort":
@@ -131,7 +131,9 @@ def test_waiting_for_a_rank_that_closed(stance: str, harbor: Harbor) -> None:
         assert told["at"] - at < SLACK_SECONDS
         assert (told["threads"], told["descriptors"]) == ([], [])
         told = crew.members[1].hear("ended", seconds=LIMIT_SECONDS)
-        assert told["text"] == "rank 1 (host host-1): this communicator is closed; connect again, as the next epoch"
+        assert (
+            told["text"] == "rank 1 (host host-1): this communicator is closed; connect again, as the next generation"
+        )
 
 
 def test_a_rank_that_ends_without_closing_is_lost(harbor: Harbor) -> None:
@@ -160,7 +162,7 @@ def test_peers_that_stopped_calling_are_named(harbor: Harbor) -> None:
             told = crew.members[rank].hear("ended", seconds=LIMIT_SECONDS)
             assert told["error"] == "Aborted"
             assert told["text"].startswith(
-                "rank 0 (host host-0) ended the epoch: recv took longer than 1.5 s: "
+                "rank 0 (host host-0) ended the generation: recv took longer than 1.5 s: "
                 "rank 0 (host host-0) waited for rank 2 (host host-2) up to the limit; expected it to take part"
             )
             check_after(told, "Aborted", f"rank {rank}")

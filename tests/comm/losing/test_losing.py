@@ -141,7 +141,7 @@ def test_an_abort_ends_what_others_do_with_that_rank(transport: str) -> None:
         split.wait(LIMIT_SECONDS)
         if comm.rank == VICTIM:
             comm.abort("the disk is full")
-            with pytest.raises(Aborted, match="ended the epoch: the disk is full"):
+            with pytest.raises(Aborted, match="ended the generation: the disk is full"):
                 comm.barrier()
             return
         words = rf"rank {VICTIM} \(host .*\) ended its part: the disk is full; what others do without it goes on"
@@ -328,7 +328,7 @@ def test_a_stream_that_is_left_ends_those_of_its_group_alone(transport: str) -> 
 
 
 def test_what_on_loss_cannot_be() -> None:
-    with pytest.raises(ArgumentError, match="on_loss='none': expected 'epoch' or 'peer'"):
+    with pytest.raises(ArgumentError, match="on_loss='none': expected 'generation' or 'peer'"):
         rendezvous._check(0, 1, 1.0, "none")
 
 
@@ -342,7 +342,7 @@ def test_ranks_must_agree_on_it() -> None:
                 rank=rank,
                 size=2,
                 transport=InProcessTransport(hub),
-                on_loss="peer" if rank else "epoch",
+                on_loss="peer" if rank else "generation",
                 timeout_seconds=20,
             ).close()
         except (HandshakeError, Aborted) as error:
@@ -354,8 +354,8 @@ def test_ranks_must_agree_on_it() -> None:
     for thread in threads:
         thread.join(LIMIT_SECONDS)
     assert any(
-        "connects with on_loss='peer', rank 0 with 'epoch'; give all ranks the same" in str(error)
-        or "connects with on_loss='epoch', rank 1 with 'peer'; give all ranks the same" in str(error)
+        "connects with on_loss='peer', rank 0 with 'generation'; give all ranks the same" in str(error)
+        or "connects with on_loss='generation', rank 1 with 'peer'; give all ranks the same" in str(error)
         for error in found.values()
     )
     assert len(found) == 2

@@ -43,7 +43,7 @@ class Place:
     neighbors: list[Neighbor]
 
     def tell(self, number: int, action: str, **given: Any) -> None:
-        self.neighbors[number].tell(action, self.name, job=self.job, epoch=0, **given)
+        self.neighbors[number].tell(action, self.name, job=self.job, generation=0, **given)
 
     def ask(self, number: int, action: str, **given: Any) -> Any:
         self.tell(number, action, **given)
@@ -108,7 +108,7 @@ def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext, str]:
 def place(opened: tuple[str, Store, list[Neighbor]]) -> Place:
     name, store, others = opened
     job = uuid4().hex
-    return Place(ScopedStore(store, job=job, epoch=0), job, name, others)
+    return Place(ScopedStore(store, job=job, generation=0), job, name, others)
 
 
 @pytest.mark.parametrize("value", [b"", b"\0\xff text", bytes(range(256)) * 4096], ids=["empty", "short", "1 MiB"])
@@ -173,7 +173,7 @@ def test_a_wait_ends_in_time_and_names_key_and_store(place: Place, seconds: floa
     assert seconds <= took < seconds + 5
     assert place.store.address in str(caught.value)
     assert f'the key "{place.job}/0/nobody\'s" got no value within {seconds:g} s' in str(caught.value)
-    assert "does it use the same store, job and epoch?" in str(caught.value)
+    assert "does it use the same store, job and generation?" in str(caught.value)
 
 
 def test_all_derive_the_same_secret_of_a_seed(place: Place) -> None:
@@ -198,9 +198,13 @@ def test_odd_keys_are_keys_of_their_own(place: Place) -> None:
         assert seen == [b"%d" % number for number in range(len(ODD_KEYS))]
 
 
-def test_jobs_and_epochs_do_not_meet(opened: tuple[str, Store, list[Neighbor]]) -> None:
+def test_jobs_and_generations_do_not_meet(opened: tuple[str, Store, list[Neighbor]]) -> None:
     job = uuid4().hex
-    scopes = [ScopedStore(opened[1], job=f"{job}{name}", epoch=epoch) for name in ("a", "b") for epoch in (0, 1)]
+    scopes = [
+        ScopedStore(opened[1], job=f"{job}{name}", generation=generation)
+        for name in ("a", "b")
+        for generation in (0, 1)
+    ]
     for number, scope in enumerate(scopes):
         with pytest.raises(WaitTimeout):
             scope.get("key", timeout_seconds=0)

@@ -186,7 +186,7 @@ def test_trouble_needs_a_rank_that_is_there(act: str) -> None:
         hub.kill(0)
 
 
-def test_a_hub_serves_one_epoch_after_the_other() -> None:
+def test_a_hub_serves_one_generation_after_the_other() -> None:
     hub = Hub()
     old = connected(hub, 2)
     new = connected(hub, 3)

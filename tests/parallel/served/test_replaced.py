@@ -70,11 +70,11 @@ def test_where_not_all_meet_again_it_is_tried_anew(
     """All stay where they are, and training goes on; other processes come once more."""
     join, refused = Meeting.join, list[int]()
 
-    def refusing(self: Meeting, rank: int, *, epoch: int = 0, timeout_seconds: float | None = None) -> Any:
-        if epoch == 1:
+    def refusing(self: Meeting, rank: int, *, generation: int = 0, timeout_seconds: float | None = None) -> Any:
+        if generation == 1:
             refused.append(rank)
             raise CommError("no way there")
-        return join(self, rank, epoch=epoch, timeout_seconds=timeout_seconds)
+        return join(self, rank, generation=generation, timeout_seconds=timeout_seconds)
 
     monkeypatch.setattr(Meeting, "join", refusing)
     pids = gang.run(own_pid)

@@ -44,7 +44,7 @@ def outcomes(
     timeout_seconds: float = LIMIT_SECONDS,
     job: str = "test",
     main_rank: int | None = None,
-    on_loss: OnLoss = "epoch",
+    on_loss: OnLoss = "generation",
 ) -> list[Any]:
     """Runs a function on every rank, and returns what each returned or raised.
 
@@ -72,7 +72,7 @@ def outcomes(
                 ) as comm,
             ):
                 found[rank] = call(comm)
-                if on_loss == "epoch":
+                if on_loss == "generation":
                     comm.barrier()
         except BaseException as error:  # noqa: BLE001 (the test looks at it)
             found[rank] = error

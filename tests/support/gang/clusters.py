@@ -124,12 +124,12 @@ def check_values(store: Store) -> None:
 
 
 def check_odd_keys(store: Store) -> None:
-    """Any text is a key of its own, and so is the same key of another job or epoch."""
+    """Any text is a key of its own, and so is the same key of another job or generation."""
     for number, key in enumerate(ODD_KEYS):
         store.set(key, b"%d" % number)
         assert store.add(key, number) == number
     assert [int(store.get(key, timeout_seconds=0)) for key in ODD_KEYS] == list(range(len(ODD_KEYS)))
-    scopes = [ScopedStore(store, job=job, epoch=epoch) for job in ("a", "b") for epoch in (0, 1)]
+    scopes = [ScopedStore(store, job=job, generation=generation) for job in ("a", "b") for generation in (0, 1)]
     for number, scope in enumerate(scopes):
         scope.set("key", b"%d" % number)
     assert [scope.get("key", timeout_seconds=0) for scope in scopes] == [b"0", b"1", b"2", b"3"]

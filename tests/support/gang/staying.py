@@ -90,7 +90,7 @@ def describe(comm: Communicator, array: np.ndarray) -> tuple[int, bool, float]:
 def check_a_call_that_raises_fails_alone(gang: Gang, folder: Path) -> None:
     """The ranks stay with what they keep, those that wait for the one that raised are released, and all meet anew."""
     gang.put("list", [[1], [2], [3]])
-    pids, epoch = gang.run(clusters.pid_of), gang.epoch
+    pids, generation = gang.run(clusters.pid_of), gang.generation
     for rank in (1, 2):
         with pytest.raises(CallFailed, match=rf"^rank {rank} \(host .*\): LookupError: nothing in rank {rank}") as told:
             gang.run(clusters.fail_in_one, rank)
@@ -98,7 +98,7 @@ def check_a_call_that_raises_fails_alone(gang: Gang, folder: Path) -> None:
         assert gang.lost == ()
         assert gang.run(append, gang.kept("list"), 9) == [1 + rank] * 3
         assert gang.run(total, 2.0) == [6.0] * 3
-        assert gang.epoch == epoch + rank
+        assert gang.generation == generation + rank
     assert gang.run(clusters.pid_of) == pids
     assert gang.get("list") == [[1, 9, 9], [2, 9, 9], [3, 9, 9]]
     gang.delete("list")
@@ -107,7 +107,7 @@ def check_a_call_that_raises_fails_alone(gang: Gang, folder: Path) -> None:
 def check_a_lost_rank_is_replaced(gang: Gang, folder: Path) -> None:
     """The others stay; calls are refused until another process is there; what was kept can be made whole again."""
     gang.put("x", [np.arange(3), np.arange(4), np.arange(5)])
-    pids, epoch = gang.run(clusters.pid_of), gang.epoch
+    pids, generation = gang.run(clusters.pid_of), gang.generation
     with pytest.raises(PeerLost, match=rf"^rank 1 \(host .*, pid {pids[1]}\) ") as told:
         gang.run(clusters.die_in_one, 1)
     assert told.value.rank == 1
@@ -120,7 +120,7 @@ def check_a_lost_rank_is_replaced(gang: Gang, folder: Path) -> None:
     again = gang.run(clusters.pid_of)
     assert (again[0], again[2]) == (pids[0], pids[2])
     assert again[1] != pids[1]
-    assert (gang.epoch, len(gang.hosts)) == (epoch + 1, 3)
+    assert (gang.generation, len(gang.hosts)) == (generation + 1, 3)
     assert gang.run(total, 1.0) == [3.0] * 3
     for use in (lambda: gang.get("x"), lambda: gang.run(all_sum, gang.kept("x"))):
         with pytest.raises(GangError, match=r"name='x' is not whole any more: rank 1 of 3 lacks it"):
@@ -134,7 +134,7 @@ def check_a_lost_rank_is_replaced(gang: Gang, folder: Path) -> None:
 def check_a_rank_is_replaced_while_others_are_busy(gang: Gang, folder: Path) -> None:
     """Those go on with their call, and meet the new one in the next."""
     gang.put("x", [1, 2, 3])
-    epoch = gang.epoch
+    generation = gang.generation
     busy = gang.submit(wait_for_file, str(folder / "go"), ranks=[0, 2])
     gang.replace([1], others="leave")
     assert gang.lost == ()
@@ -144,7 +144,7 @@ def check_a_rank_is_replaced_while_others_are_busy(gang: Gang, folder: Path) -> 
     (folder / "go").touch()
     assert busy.result(timeout_seconds=clusters.UNTIL_SECONDS) == [(0, 2), (1, 2)]
     assert gang.run(total, 1.0) == [3.0] * 3
-    assert (gang.epoch, len(gang.hosts)) == (epoch + 1, 3)
+    assert (gang.generation, len(gang.hosts)) == (generation + 1, 3)
     gang.delete("x")
 
 
@@ -210,7 +210,7 @@ def check_subsets_run_at_once(gang: Gang, folder: Path) -> None:
 
 
 def check_a_subset_fails_alone(gang: Gang, folder: Path) -> None:
-    """A call that raises in some ranks ends no epoch of others, and names ranks of the gang."""
+    """A call that raises in some ranks ends no generation of others, and names ranks of the gang."""
     whole, pair = gang.run(identity), gang.run(identity, ranks=[0, 1])
     with pytest.raises(CallFailed, match=r"^rank 2 .*LookupError") as told:
         gang.run(clusters.fail_in_one, 1, ranks=[1, 2])

@@ -46,9 +46,9 @@ def tell(**found: Any) -> None:
 
 
 def saved(folder: str, lost: str) -> None:
-    """Trains in two processes; behind a checkpoint of the first epoch a server is killed, and where "server and rank"
-    are `lost`, rank 1 of the second one."""
-    epoch, rank = int(os.environ["BRAIDAX_EPOCH"]), jax.process_index()
+    """Trains in two processes; behind a checkpoint of the first generation a server is killed, and where "server and
+    rank" are `lost`, rank 1 of the second one."""
+    generation, rank = int(os.environ["BRAIDAX_GENERATION"]), jax.process_index()
     mesh = jax.make_mesh((2,), ("data",))
     with (
         make_step(None, bx.Hybrid(tables="servers"), mesh=mesh) as step,
@@ -57,9 +57,9 @@ def saved(folder: str, lost: str) -> None:
         state, _ = saver.restore((step.init(jax.random.key(0)), step.tables))
         begun, losses = int(state.step), list[float]()
         for number, batch in enumerate(batches(NUM_STEPS)[begun:], begun):
-            if number == DEADLY and epoch == 0 and rank == 0:
+            if number == DEADLY and generation == 0 and rank == 0:
                 kill(pid_of_server(0))
-            if number == DEADLY and epoch == 1 and rank == 1 and lost == "server and rank":
+            if number == DEADLY and generation == 1 and rank == 1 and lost == "server and rank":
                 kill(os.getpid())
             state, metrics = step.update(state, place(batch, step.batch_shardings))
             losses.append(float(metrics["loss"]))

@@ -129,7 +129,7 @@ class Arrays:
         """Runs a collective. **Arguments:** `key`: tells it, with its name and operand, when it comes again."""
         head = _head(head) if isinstance(head, str) else head
         runnable = self._runnable(what)
-        if runnable.compiled is not None and self._calls.progress.on_loss == "epoch":
+        if runnable.compiled is not None and self._calls.progress.on_loss == "generation":
             if len(self.ready) >= _MAX_SCHEDULES:
                 self.ready.clear()
             self.ready[what.name, key, own.dtype, own.shape] = Ready(runnable.compiled, head, out.shape, out.dtype)

@@ -1,7 +1,7 @@
 """How a collective begins, whichever it is: each member tells the next one what it brings, and hears the previous one.
 
 Members that do not bring the same thus notice, also where their algorithms would never send to one another: around the
-ring some member differs from the one before it. That one fails, and so ends the epoch for all.
+ring some member differs from the one before it. That one fails, and so ends the generation for all.
 
 No wrong number comes of it meanwhile, since what a member brings also stands before everything that it sends for the
 first time to another one: data is not used, nor passed on, before that was compared. A member that only sends uses

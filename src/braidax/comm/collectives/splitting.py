@@ -28,8 +28,8 @@ def split(group: Group, counters: Counters, all_gather: Callable[[Any], list[Any
     counters.num_groups = first + len(colors)
     if counters.num_groups > MAX_GROUPS:
         raise CommError(
-            f"split made group {counters.num_groups:,} of this epoch; expected at most {MAX_GROUPS:,}: keep the groups "
-            "and use them again"
+            f"split made group {counters.num_groups:,} of this generation; expected at most {MAX_GROUPS:,}: keep the "
+            "groups and use them again"
         )
     members = [rank for rank in range(group.size) if rows[rank, 0] == color]
     members.sort(key=lambda rank: (rows[rank, 1], rank))

@@ -126,7 +126,7 @@ class Exchange(Iterator[Item]):
         return source, buffers
 
     def close(self) -> None:
-        """Ends the stream before its end, and with it the epoch: the other ranks raise `Aborted`, which says so.
+        """Ends the stream before its end, and with it the generation: the other ranks raise `Aborted`, which says so.
 
         A stream that has ended has nothing to be closed.
         """
@@ -236,7 +236,7 @@ class Exchange(Iterator[Item]):
             self._own.append(_copies(buffers))
             return num_bytes
         outlet = outlet or self._outlets[int(dest)]
-        outlet.add(buffers if self._progress.on_loss == "epoch" else _copies(buffers), num_bytes)
+        outlet.add(buffers if self._progress.on_loss == "generation" else _copies(buffers), num_bytes)
         self._flight_bytes = outlet.move(self._flight_bytes)
         if outlet.open_bytes and self._num_open_bytes() > self._geometry.flight_bytes:
             self._flush()

@@ -118,7 +118,7 @@ class CopiedBuffers:
 
 def quick_ways(progress: Progress, limit: Callable[[], float]) -> tuple[Begin, Begin]:
     """Returns what sends and receives a buffer at once. **Arguments:** as of `CopiedBuffers`."""
-    if progress.on_loss == "epoch":
+    if progress.on_loss == "generation":
         return progress.send_now, progress.receive_now
     copied = CopiedBuffers(progress, limit)
     return copied.send_now, copied.receive_now

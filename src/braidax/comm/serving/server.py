@@ -183,7 +183,7 @@ class Server:
         default.
 
         **Raises:** `WaitTimeout` naming the ranks that may still ask, after which the server goes on; what ended the
-        epoch.
+        generation.
         """
         limit = self._limit() if timeout_seconds is None else timeout_seconds
         began = time.monotonic()
@@ -227,7 +227,7 @@ class Server:
             self._requests.post_all()
             while not self._stopped.done:
                 self._serve_next()
-        except BaseException as error:  # noqa: BLE001 (what ended the epoch, or what ends it: nobody may wait in vain)
+        except BaseException as error:  # noqa: BLE001 (what ended the generation, or what ends it: nobody may wait in vain)
             if self._progress.failure is None:
                 self._group.failed("serve", error, self._limit())
         finally:
@@ -262,7 +262,7 @@ class Server:
         if progress.failure is not None:
             return False
         gone = {other for other in (*requests.asking(), rank) if other is not None and requests.has_left(other)}
-        if progress.on_loss == "epoch":
+        if progress.on_loss == "generation":
             if not isinstance(error, PeerLost) or all(self._group.ranks[other] != error.rank for other in gone):
                 return False
         elif rank is not None and rank not in gone:

@@ -63,21 +63,21 @@ class Store(ABC):
 
 @final
 class ScopedStore(Store):
-    """The keys of one epoch of one job, in a store that other jobs and epochs use as well.
+    """The keys of one generation of one job, in a store that other jobs and generations use as well.
 
     **Arguments:** `store`: where the keys lie. It is not closed with this. `job`: a name without `/`.
-    `epoch`: counts the lives of the job, from 0.
+    `generation`: counts the lives of the job, from 0.
 
     **Raises:** `ArgumentError` for a name that cannot be a part of a key.
     """
 
-    def __init__(self, store: Store, *, job: str, epoch: int) -> None:
+    def __init__(self, store: Store, *, job: str, generation: int) -> None:
         if not job or "/" in job:
             raise ArgumentError(f"job={job!r}: expected a name without '/', such as the name of the run")
-        if epoch < 0:
-            raise ArgumentError(f"epoch={epoch!r}: expected a whole number >= 0")
+        if generation < 0:
+            raise ArgumentError(f"generation={generation!r}: expected a whole number >= 0")
         self._store = store
-        self._prefix = f"{job}/{epoch}/"
+        self._prefix = f"{job}/{generation}/"
 
     @property
     def address(self) -> str:
@@ -103,7 +103,7 @@ def missing(key: str, store: str, seconds: float) -> WaitTimeout:
     """Returns the error of a key that got no value within a limit."""
     return WaitTimeout(
         f"{store}: the key {key!r} got no value within {seconds:g} s; expected another rank to set it: "
-        "is it running, and does it use the same store, job and epoch?"
+        "is it running, and does it use the same store, job and generation?"
     )
 
 

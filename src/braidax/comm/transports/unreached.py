@@ -28,5 +28,5 @@ def other_secret(world: World, rank: int) -> HandshakeError:
     """Returns the error of a peer that does not know the secret."""
     return HandshakeError(
         f"{world.describe(rank)} does not know the secret of {world.describe(world.rank)}; expected ranks of the same "
-        "epoch of the same job: do all use the same store and job?"
+        "generation of the same job: do all use the same store and job?"
     )

@@ -15,12 +15,12 @@ FAILED = b"failed"
 class Meeting:
     """Where ranks meet; those that call a function again under the same meeting keep their communicator.
 
-    **Fields:** `job`, `epoch`: as `connect` takes them. `ranks`: of the gang, in order: the communicator's rank is the
-    place in here. `timeout_seconds`: how long they may take to meet.
+    **Fields:** `job`, `generation`: as `connect` takes them. `ranks`: of the gang, in order: the communicator's rank is
+    the place in here. `timeout_seconds`: how long they may take to meet.
     """
 
     job: str
-    epoch: int
+    generation: int
     ranks: tuple[int, ...]
     timeout_seconds: float
 
@@ -30,8 +30,8 @@ class Order:
     """What a rank is told with a call. It says all that the rank is to have: whatever else it has is given up.
 
     **Fields:** `number`: of the call. `meeting`: whose communicator the function gets; None gives it None. `meetings`:
-    job and epoch of the communicators that go on. `kept`: the names that go on, with the calls that made them. `keep`:
-    the name under which the result is kept, rather than sent.
+    job and generation of the communicators that go on. `kept`: the names that go on, with the calls that made them.
+    `keep`: the name under which the result is kept, rather than sent.
     """
 
     number: int

@@ -1,4 +1,5 @@
-"""Which ranks of a gang meet under which epoch: a call that fails ends the epoch of its ranks, and of nobody else."""
+"""Which ranks of a gang meet under which generation: a call that fails ends the generation of its ranks, and of nobody
+else."""
 
 from typing import final
 
@@ -22,7 +23,7 @@ class Worlds:
         self._timeout_seconds = timeout_seconds
         self._open: dict[tuple[int, ...], Meeting] = {}  # in the order of their last calls
         self._num_subsets = 0
-        self.epoch = -1
+        self.generation = -1
 
     def meeting(self, ranks: tuple[int, ...]) -> Meeting:
         """Returns where these ranks meet: where they did last, unless that is over."""
@@ -34,25 +35,26 @@ class Worlds:
         return meeting
 
     def of(self, rank: int) -> frozenset[tuple[str, int]]:
-        """Returns job and epoch of all meetings of a rank that are not over."""
-        return frozenset((each.job, each.epoch) for ranks, each in self._open.items() if rank in ranks)
+        """Returns job and generation of all meetings of a rank that are not over."""
+        return frozenset((each.job, each.generation) for ranks, each in self._open.items() if rank in ranks)
 
     def end(self, ranks: tuple[int, ...]) -> None:
-        """Ends the epoch of these ranks, as a group."""
+        """Ends the generation of these ranks, as a group."""
         self._open.pop(ranks, None)
 
     def end_all(self) -> None:
-        """Ends all epochs."""
+        """Ends all generations."""
         self._open = {}
 
     def lose(self, rank: int) -> None:
-        """Ends the epochs of all groups that a rank was in."""
+        """Ends the generations of all groups that a rank was in."""
         self._open = {ranks: each for ranks, each in self._open.items() if rank not in ranks}
 
     def _next(self, ranks: tuple[int, ...]) -> Meeting:
-        """Returns a meeting that nobody has come to: under the gang's next epoch, for a subset under its own name."""
+        """Returns a meeting that nobody has come to: under the gang's next generation, for a subset under its own
+        name."""
         if ranks == self._all:
-            self.epoch += 1
-            return Meeting(self._job, self.epoch, ranks, self._timeout_seconds)
+            self.generation += 1
+            return Meeting(self._job, self.generation, ranks, self._timeout_seconds)
         self._num_subsets += 1
         return Meeting(f"{self._job}.{self._num_subsets}", 0, ranks, self._timeout_seconds)

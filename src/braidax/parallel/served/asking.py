@@ -164,14 +164,14 @@ class Asking:
     def call(self) -> int:
         """Calls all servers, those that have come in place of lost ones included, to meet again.
 
-        **Returns:** the epoch, for `World.move`. **Raises:** as `TcpStore`.
+        **Returns:** the generation, for `World.move`. **Raises:** as `TcpStore`.
         """
         lost = self.lost()
-        epoch = self._replacing.call(lost)
+        generation = self._replacing.call(lost)
         for rank in range(self.num_ranks):
             if rank not in lost:
-                self.ask(rank, packed("meet", {"epoch": epoch}))
-        return epoch
+                self.ask(rank, packed("meet", {"generation": generation}))
+        return generation
 
     def found(self, ranks: Collection[int]) -> None:
         """Notes that servers that were lost are there, and have their parts, or none."""

@@ -122,7 +122,7 @@ class Member:
 
 @final
 class Crew:
-    """Some members that live through one epoch after the other; those that die are replaced.
+    """Some members that live through one generation after the other; those that die are replaced.
 
     **Arguments:** `folder`: for the store and the logs. `size`: how many. `program`: see `Member`.
 
@@ -133,7 +133,7 @@ class Crew:
         self.stalls = Stalls()
         self.folder = folder
         self._program = program
-        self.epoch = 0
+        self.generation = 0
         self.members: list[Member] = []
         self._spares: list[Member] = []
         self._all: list[Member] = []
@@ -151,10 +151,12 @@ class Crew:
         self.members[rank] = self._hired()
 
     def join(self, size: int, **given: Any) -> None:
-        """Tells the first ranks to live through the next epoch."""
+        """Tells the first ranks to live through the next generation."""
         for rank in range(size):
-            self.members[rank].tell({"rank": rank, "size": size, "epoch": self.epoch, "job": "faults", **given})
-        self.epoch += 1
+            self.members[rank].tell(
+                {"rank": rank, "size": size, "generation": self.generation, "job": "faults", **given}
+            )
+        self.generation += 1
 
     def __enter__(self) -> "Crew":
         return self

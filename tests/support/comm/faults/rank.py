@@ -1,8 +1,8 @@
 """A rank for the fault tests: does what the lines of its standard input say, one JSON object for each life of the job.
 
-It joins an epoch, does `num_operations` drawn operations, takes up a `stance`, and stays in it until an error comes. It
-says on its standard output when it has `joined`, when it is `ready`, and how all `ended`. Then it waits for the next
-line, which is how a survivor joins again, and ends with its standard input.
+It joins a generation, does `num_operations` drawn operations, takes up a `stance`, and stays in it until an error
+comes. It says on its standard output when it has `joined`, when it is `ready`, and how all `ended`. Then it waits for
+the next line, which is how a survivor joins again, and ends with its standard input.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def say(what: dict[str, Any]) -> None:
 
 
 def live(given: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Joins an epoch, and returns how it ended."""
+    """Joins a generation, and returns how it ended."""
     before = descriptors()
     store = FileStore(folder)
     ended: dict[str, Any] = {"event": "ended", "error": None}
@@ -60,7 +60,7 @@ def live(given: dict[str, Any], folder: str) -> dict[str, Any]:
             size=given["size"],
             transport=transport_of(given["transport"], given["rank"]),
             job=given["job"],
-            epoch=given["epoch"],
+            generation=given["generation"],
             timeout_seconds=given["timeout_seconds"],
             tuning=Tuning(
                 peer_timeout_seconds=given["peer_timeout_seconds"],

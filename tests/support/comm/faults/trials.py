@@ -133,7 +133,7 @@ def attempt(crew: Crew, relay: Relay | None, trial: Trial) -> dict[str, Any]:
         check_lost(trial, rank, told, blamed(trial, rank), stall_seconds=late["stall_seconds"])
         most = limit + late["stall_seconds"] + (rank in idle)
         assert 0 <= told["after_seconds"] <= most, (trial, rank, told, late)
-    return {**asdict(trial), "epoch": crew.epoch - 1, **late, "ended": ended}
+    return {**asdict(trial), "generation": crew.generation - 1, **late, "ended": ended}
 
 
 def inflict(crew: Crew, relay: Relay | None, trial: Trial) -> list[int]:
@@ -172,7 +172,7 @@ def check_lost(
     assert told["peer"] in expected, about
     assert told["host"] == trial.hosts[told["peer"]], about
     named = re.escape(f"rank {told['peer']} (host {told['host']})")
-    assert re.match(rf"{named} is lost: ({_REASONS[trial.fault]}).*; the epoch cannot go on", told["text"]), about
+    assert re.match(rf"{named} is lost: ({_REASONS[trial.fault]}).*; the generation cannot go on", told["text"]), about
     check_after(told, "PeerLost", about, stall_seconds=stall_seconds)
 
 

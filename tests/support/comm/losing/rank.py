@@ -196,7 +196,7 @@ def live(given: dict[str, Any], folder: str) -> dict[str, Any]:
         size=given["size"],
         transport=transport_of(given["transport"], given["rank"]),
         job=given["job"],
-        epoch=given["epoch"],
+        generation=given["generation"],
         on_loss="peer",
         timeout_seconds=given["timeout_seconds"],
         tuning=Tuning(

@@ -47,7 +47,7 @@ def answer(stores: dict[str, Store], action: str, name: str, **given: Any) -> An
     elif action == "leave":
         jax.distributed.shutdown()
     else:
-        store = ScopedStore(stores[name], job=given["job"], epoch=given["epoch"])
+        store = ScopedStore(stores[name], job=given["job"], generation=given["generation"])
         if action == "set":
             store.set(given["key"], bytes.fromhex(given["value"]))
         elif action == "get":

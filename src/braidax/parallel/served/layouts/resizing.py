@@ -80,15 +80,15 @@ class Resizing:
 
     def _meets_again(self, wanted: Sequence[Sequence[int]]) -> bool:
         """Goes on in a world in which other processes are there in place of lost servers. **Returns:** whether."""
-        epoch = -1
+        generation = -1
         if self._is_first:
             self._give_up_ahead()
             with contextlib.suppress(BraidaxError, OSError):  # they are asked for once more
-                epoch = self._asking.call()
-        epoch = self._of_first(epoch)
-        if epoch < 0:
+                generation = self._asking.call()
+        generation = self._of_first(generation)
+        if generation < 0:
             return False
-        if why := self._world.move(epoch):
+        if why := self._world.move(generation):
             _log.warning("servers that have come in place of lost ones could not be met: %s", why)
             return False
         self._asking.found({*self._asking.spares} - {other for _, other in wanted})

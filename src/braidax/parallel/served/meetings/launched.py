@@ -99,7 +99,7 @@ def await_place(rank: int, environ: Mapping[str, str] = os.environ) -> tuple[int
     """Returns where a server meets others that was started in place of one that is lost: once more, where who trains
     wants that, or for the next step.
 
-    **Arguments:** `rank`: its own. **Returns:** the number of meetings before, where, and under which epoch.
+    **Arguments:** `rank`: its own. **Returns:** the number of meetings before, where, and under which generation.
     """
     with scoped_store(environ) as store:
         steps = 0
@@ -117,16 +117,16 @@ def await_place(rank: int, environ: Mapping[str, str] = os.environ) -> tuple[int
                         has_come = True
                     else:
                         wanted += 1
-                if has_come and (epoch := called(keys, wanted)) is not None:
-                    return steps - 1, meeting, epoch
+                if has_come and (generation := called(keys, wanted)) is not None:
+                    return steps - 1, meeting, generation
                 time.sleep(_LOOK_SECONDS)
         return steps, await_call(steps, environ), 0
 
 
 def _meeting(environ: Mapping[str, str], number: int, num_workers: int, timeout_seconds: float) -> Meeting:
-    """Returns a meeting of a job, which no other epoch of it has."""
+    """Returns a meeting of a job, which no other generation of it has."""
     address = urlsplit(environ["BRAIDAX_STORE"]).netloc
-    job = f"{environ['BRAIDAX_JOB']} {environ['BRAIDAX_EPOCH']} tables {number}"
+    job = f"{environ['BRAIDAX_JOB']} {environ['BRAIDAX_GENERATION']} tables {number}"
     secret, transport = bytes.fromhex(environ["BRAIDAX_SECRET"]), environ["BRAIDAX_TRANSPORT"]
     num_servers = launched_servers(environ)
     return Meeting(address, secret, job, transport, timeout_seconds, num_servers, num_workers)

@@ -42,11 +42,11 @@ class Meeting:
             raise ArgumentError(f"worker {number} of {self.num_workers}: expected 0 <= number < {self.num_workers}")
         return replace(self, worker=number)
 
-    def join(self, rank: int, *, epoch: int = 0, timeout_seconds: float | None = None) -> Communicator:
+    def join(self, rank: int, *, generation: int = 0, timeout_seconds: float | None = None) -> Communicator:
         """Joins the world, once all others do.
 
-        **Arguments:** `epoch`: how often all were to meet before. `timeout_seconds`: that this may take; None for the
-        limit of each wait. **Raises:** as `connect`.
+        **Arguments:** `generation`: how often all were to meet before. `timeout_seconds`: that this may take; None for
+        the limit of each wait. **Raises:** as `connect`.
         """
         with self.store() as store:
             world = connect(
@@ -55,19 +55,19 @@ class Meeting:
                 size=self.num_servers + self.num_workers,
                 transport=self.transport,
                 job=self.job,
-                epoch=epoch,
+                generation=generation,
                 on_loss="peer",
                 timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds,
             )
         world.timeout_seconds = self.timeout_seconds
         return world
 
-    def give_up(self, reason: str, *, epoch: int = 0) -> None:
+    def give_up(self, reason: str, *, generation: int = 0) -> None:
         """Lets those raise `Aborted` who wait in `join` for others. **Arguments:** `reason`: why not all will come.
-        `epoch`: as of `join`."""
+        `generation`: as of `join`."""
         # Nobody meets in a store that is gone.
         with contextlib.suppress(CommError, WaitTimeout), self.store() as store:
-            give_up_meeting(store, job=self.job, epoch=epoch, reason=reason)
+            give_up_meeting(store, job=self.job, generation=generation, reason=reason)
 
     def store(self, timeout_seconds: float = _STORE_SECONDS) -> TcpStore:
         """Opens the store. **Arguments:** `timeout_seconds`: the limit of a wait at most. **Raises:** as `TcpStore`."""

@@ -29,7 +29,7 @@ _NO_OWNER = (
 def open_keys(meeting: Meeting) -> Generator[Store]:
     """Opens the keys of a run in the store where it meets. **Raises:** as `TcpStore`."""
     with meeting.store(_KEYS_SECONDS) as store:
-        yield ScopedStore(store, job=f"{meeting.job} replaced", epoch=0)
+        yield ScopedStore(store, job=f"{meeting.job} replaced", generation=0)
 
 
 def value_of(keys: Store, key: str, timeout_seconds: float = 0.0) -> bytes | None:
@@ -57,13 +57,14 @@ def come(keys: Store, number: int, rank: int) -> None:
 
 
 def called(keys: Store, number: int, timeout_seconds: float = 0.0) -> int | None:
-    """Returns under which epoch all meet once more, when who trains calls those that have come."""
-    epoch = value_of(keys, f"called/{number}", timeout_seconds)
-    return None if epoch is None else int(epoch)
+    """Returns under which generation all meet once more, when who trains calls those that have come."""
+    generation = value_of(keys, f"called/{number}", timeout_seconds)
+    return None if generation is None else int(generation)
 
 
 def await_others(meeting: Meeting, number: int, rank: int) -> int | None:
-    """Returns under which epoch all meet once more, when the others do; None when the run is over. **Arguments:** as of
+    """Returns under which generation all meet once more, when the others do; None when the run is over. **Arguments:**
+    as of
     `come`."""
     try:
         with open_keys(meeting) as keys:
@@ -88,7 +89,7 @@ class Replacing:
         self._meeting, self.why_not = meeting, why_not
         self._numbers: dict[int, int] = {}  # under which a server is wanted
         self._came: set[int] = set()
-        self._num_asked = self._epoch = 0
+        self._num_asked = self._generation = 0
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -129,17 +130,17 @@ class Replacing:
     def call(self, ranks: Sequence[int]) -> int:
         """Calls those that have come to meet all others.
 
-        **Returns:** under which epoch. **Raises:** `CommError` where one has not; as `TcpStore`.
+        **Returns:** under which generation. **Raises:** `CommError` where one has not; as `TcpStore`.
         """
         if not {*ranks} <= self._came:
             raise CommError(f"not all of the servers {[*ranks]} have come: another one was lost meanwhile")
-        self._epoch += 1
+        self._generation += 1
         numbers = {self._numbers.pop(rank) for rank in ranks}
         self._came.difference_update(ranks)
         with open_keys(self._meeting) as keys:
             for number in numbers:
-                keys.set(f"called/{number}", str(self._epoch).encode())
-        return self._epoch
+                keys.set(f"called/{number}", str(self._generation).encode())
+        return self._generation
 
     def close(self) -> None:
         """Asks for nobody any more. A second call does nothing."""

@@ -61,22 +61,22 @@ class World:
         """The ranks that are known to be lost."""
         return self.comm.lost
 
-    def move(self, epoch: int) -> str:
+    def move(self, generation: int) -> str:
         """Goes on in another world, where all servers come; all who train call it, while nobody asks anything.
 
-        **Arguments:** `epoch`: how often all were to meet before.
+        **Arguments:** `generation`: how often all were to meet before.
 
         **Returns:** why all stay where they are; empty when they have moved. **Raises:** `PeerLost` when one who trains
         is gone.
         """
         came, workers, host, why = None, None, None, ""
         try:
-            with self._giving_up(epoch):
-                came = self._meeting.join(self._rank, epoch=epoch, timeout_seconds=MOVE_SECONDS)
+            with self._giving_up(generation):
+                came = self._meeting.join(self._rank, generation=generation, timeout_seconds=MOVE_SECONDS)
             workers, host = self._divided(came)
         except (BraidaxError, OSError) as error:
             why = f"{type(error).__name__}: {error}"
-            self._meeting.give_up(why, epoch=epoch)
+            self._meeting.give_up(why, generation=generation)
         try:
             found = [why]
             if self.workers is not None:
@@ -98,14 +98,14 @@ class World:
         return ""
 
     @contextlib.contextmanager
-    def _giving_up(self, epoch: int) -> Generator[None]:
+    def _giving_up(self, generation: int) -> Generator[None]:
         """Lets nobody wait in a meeting for a server that is lost meanwhile."""
         done, before = threading.Event(), self.comm.lost
 
         def watch() -> None:
             while not done.wait(_LOOK_SECONDS):
                 if self.comm.lost - before:
-                    self._meeting.give_up("another server was lost meanwhile", epoch=epoch)
+                    self._meeting.give_up("another server was lost meanwhile", generation=generation)
                     return
 
         watching = threading.Thread(target=watch, name="braidax-moving-world")

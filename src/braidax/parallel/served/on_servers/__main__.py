@@ -33,22 +33,22 @@ def main() -> None:
     if LIFELINE in os.environ:
         end_with(int(os.environ.pop(LIFELINE)))
     termination, rank = _Termination(), int(os.environ[SERVER])
-    number, meeting, epoch = await_place(rank) if IN_PLACE in os.environ else (0, await_call(0), 0)
+    number, meeting, generation = await_place(rank) if IN_PLACE in os.environ else (0, await_call(0), 0)
     while True:
         termination.is_needed = True
         try:
             note_joins(number, rank)
-            serve_as(rank, meeting, epoch)
+            serve_as(rank, meeting, generation)
         except BraidaxError:
-            if not epoch:
+            if not generation:
                 raise
-            number, meeting, epoch = await_place(rank)  # others have not come, and go on without it
+            number, meeting, generation = await_place(rank)  # others have not come, and go on without it
             continue
         finally:
             termination.is_needed = False
         if termination.is_due:
             break
-        number, epoch = number + 1, 0
+        number, generation = number + 1, 0
         meeting = await_call(number)
 
 

@@ -33,7 +33,7 @@ class Holder:
     place, or `drop` lets go of them.
 
     **Arguments:** `rank`: of this. `num_workers`: who train. `world`: in which other servers are asked; it may be set.
-    `threads`: as of `Shard`. `meet`: begins to join another world, of an epoch.
+    `threads`: as of `Shard`. `meet`: begins to join another world, of a generation.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Holder:
                     self._moving.submit(self._prepare, rank, message)
                     return packed("preparing")
                 case "meet":
-                    self._meet(int(message.fields["epoch"]))
+                    self._meet(int(message.fields["generation"]))
                     return packed("meeting")
                 case "fill":
                     return self._fill(message.fields)

@@ -28,17 +28,17 @@ def serve(comm: Communicator, meeting: Meeting) -> None:
 def serve_in_place(comm: Communicator, meeting: Meeting, number: int, rank: int) -> None:
     """Serves tables in place of a rank that is lost, once all meet again. **Arguments:** `comm`: of this rank alone.
     `meeting`: where all have met before. `number`: as of `await_others`. `rank`: of the gang."""
-    if (epoch := await_others(meeting, number, rank)) is not None:
-        serve_as(rank, meeting, epoch)
+    if (generation := await_others(meeting, number, rank)) is not None:
+        serve_as(rank, meeting, generation)
 
 
-def serve_as(rank: int, meeting: Meeting, epoch: int = 0) -> None:
+def serve_as(rank: int, meeting: Meeting, generation: int = 0) -> None:
     """Serves tables until those who ask are gone.
 
-    **Arguments:** `rank`: which of the servers this is. `meeting`: where servers and those who ask meet. `epoch`: how
-    often they were to before.
+    **Arguments:** `rank`: which of the servers this is. `meeting`: where servers and those who ask meet. `generation`:
+    how often they were to before.
     """
-    world = meeting.join(rank, epoch=epoch, timeout_seconds=MOVE_SECONDS if epoch else None)
+    world = meeting.join(rank, generation=generation, timeout_seconds=MOVE_SECONDS if generation else None)
     with ThreadPoolExecutor(usable_cores(), "braidax-rows") as threads:
         _Serving(rank, meeting, world, threads).run()
 
@@ -51,7 +51,7 @@ class _Serving:
     def __init__(self, rank: int, meeting: Meeting, world: Communicator, threads: Executor) -> None:
         self._rank, self._meeting, self._first = rank, meeting, world
         self._holder = Holder(rank, meeting.num_workers, world, threads, self._meet)
-        self._moving: set[int] = set()  # epochs of worlds that nobody has asked in so far
+        self._moving: set[int] = set()  # generations of worlds that nobody has asked in so far
         self._others: list[threading.Thread] = []
 
     def run(self) -> None:
@@ -61,21 +61,21 @@ class _Serving:
             for other in self._others:  # of which more may come meanwhile
                 other.join()
 
-    def _meet(self, epoch: int) -> None:
+    def _meet(self, generation: int) -> None:
         """Begins to join another world."""
-        self._moving.add(epoch)
-        joining = threading.Thread(target=self._join, args=(epoch,), name="braidax-joining", daemon=True)
+        self._moving.add(generation)
+        joining = threading.Thread(target=self._join, args=(generation,), name="braidax-joining", daemon=True)
         self._others.append(joining)
         joining.start()
 
-    def _join(self, epoch: int) -> None:
+    def _join(self, generation: int) -> None:
         try:
-            world = self._meeting.join(self._rank, epoch=epoch, timeout_seconds=MOVE_SECONDS)
+            world = self._meeting.join(self._rank, generation=generation, timeout_seconds=MOVE_SECONDS)
             self._serve(world)
         except (BraidaxError, OSError) as error:
             _log.warning("server %d stays where it is: %s", self._rank, error)
         finally:
-            self._moving.discard(epoch)
+            self._moving.discard(generation)
 
     def _serve(self, world: Communicator) -> None:
         """Serves in a world until those who ask have left it."""
