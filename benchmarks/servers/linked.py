@@ -69,7 +69,7 @@ def image_cases(report: Report, *, quick: bool) -> dict[str, tuple[str, str, int
     if _cannot(report, {"resnet_equal": ">= 0.97"}):
         return {}
     counted: dict[str, tuple[str, str, int]] = {}
-    sizes, rounds = ((1, 1, 1, 1), 32, 2) if quick else ((3, 4, 6, 3), 64, 4), 4 if quick else 8
+    sizes, rounds = ((1, 1, 1, 1), 32, 2) if quick else ((3, 4, 6, 3), 64, 4), 4 if quick else 16
     for norm, groups in (("batch", ((ROWS, DENSE),)), ("group", ((ROWS, DENSE), (PS, PS_ASYNC)))):
         images: Given = ("resnet", sizes, {"norm": norm})
         case = f"step, {_WORKERS} processes, {_in_words(images)}"

@@ -32,7 +32,7 @@ from tests.support.parallel.hybrid import (
     pooled,
     tied,
 )
-from tests.support.parallel.models import assert_close, copied, recorded_events, single_device
+from tests.support.parallel.models import assert_close, copied, make_mesh, recorded_events, single_device
 
 SLOW = pytest.mark.slow  # a case like others, which is compiled and run nightly
 
@@ -334,3 +334,20 @@ def test_a_module_of_flax() -> None:
     )
     assert placed(step)["params/params/Embed_0/embedding"] == {"rows"}
     assert_as_on_one_device(step, loss, OPTIMIZERS["adagrad"], num_updates=3)
+
+
+def test_where_nothing_is_read_by_rows_its_programs_are_those_of_data_parallelism() -> None:
+    def init(key: jax.Array) -> Any:
+        return {"kernel": jax.random.normal(key, (8, 4))}
+
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.square(jnp.tanh(batch @ params["kernel"])).mean()
+
+    texts = [
+        [made.as_text() for made in bx.parallelize(
+            loss, optax.adam(1e-2), make_mesh("8 explicit"), {"data": strategy}, init=init, batch=jnp.zeros((16, 8))
+        ).lower()[:2]]
+        for strategy in (bx.Hybrid(), bx.DataParallel())
+    ]  # fmt: skip
+    assert len(texts[0]) == 2
+    assert texts[0] == texts[1]

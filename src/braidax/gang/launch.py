@@ -95,8 +95,7 @@ def launch_here(
     `braidax.comm.from_environment`. `grace_seconds`: that they may take for a last checkpoint when they are to stop.
     `log`: where lines go; None is `sys.stdout` and `sys.stderr`.
 
-    **Returns:** the exit code of the process that failed first in the last generation, as a shell tells it; 0 if none
-    did.
+    **Returns:** the exit code of the process that failed first, of the last generation, as a shell tells it, or 0.
     **Raises:** `ArgumentError`, `GangError` when it cannot be started.
     """
     if num_processes < 1:
