@@ -33,7 +33,7 @@ def loss(params: Any, batch: Any) -> Any:
 
 
 def train(folder: Path, die_at: int | None) -> None:
-    """Trains for 3 generations of 6 steps, with a checkpoint every 2; goes on where it was."""
+    """Trains for 3 epochs of 6 steps, with a checkpoint every 2; goes on where it was."""
     random = np.random.default_rng(0)
     source = open_source({"x": random.normal(size=(48, 4)).astype(np.float32), "y": np.arange(48, dtype=np.float32)})
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])

@@ -32,8 +32,7 @@ class Place:
     **Fields:** `rank`, `size`: of this process and of all. `local_rank`, `local_size`: the same on its host; None where
     nobody says. `job`: a name without `/` that no other job of this user has at the time; None where nobody gives one.
     `generation`: how often the job was started before. `coordinator_host`: the name of the host of rank 0, where it is
-    told.
-    `origin`: whose variables these are.
+    told. `origin`: whose variables these are.
     """
 
     rank: int

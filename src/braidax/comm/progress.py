@@ -42,8 +42,7 @@ class Progress:
     `spin_seconds`: how long a caller that waits keeps a core before it sleeps. `on_loss`: what a lost rank ends.
 
     **Fields:** `failure`: what ended the generation. `told`: whether a call raised that. `takes_arrays`, `schedules`:
-    see
-    `Transport`.
+    see `Transport`.
     `run_now`: as `run`, but moves it along at once. `send_receive`: see `QuickCalls`. Both raise as `send_now`.
     `hurried`: whether a caller moved messages lately, and will again: the thread then leaves it to callers for a while.
     `number`: returns a number that this rank has given nothing else. `left`: the ranks that have closed theirs. `lost`:

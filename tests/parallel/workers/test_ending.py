@@ -82,8 +82,8 @@ def test_fit_ends_all_workers_where_one_is_told(gang: LocalGang) -> None:
 
         seen = 0
 
-        def update(self, metrics: Any, *, generation: int, state: Any = None) -> None:
-            super().update(metrics, generation=generation, state=state)
+        def update(self, metrics: Any, *, epoch: int, state: Any = None) -> None:
+            super().update(metrics, epoch=epoch, state=state)
             self.seen += 1
             if self.seen == 3:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -18,7 +18,7 @@ def test_a_run_goes_on_with_what_servers_had(gangs: dict[int, LocalGang], tmp_pa
     (samples,) = batches(1, 3 * BATCH)
     source = open_source(samples)
 
-    def trained(gang: LocalGang, folder: Path | None, generations: int) -> tuple[int, Any, float]:
+    def trained(gang: LocalGang, folder: Path | None, epochs: int) -> tuple[int, Any, float]:
         with make_step(gang) as step:
             given = source, step.mesh, step.batch_shardings
             saver = None if folder is None else Checkpointer(folder, Every(100))

@@ -58,7 +58,7 @@ NESTED: tuple[pl.DataType, ...] = (
 )
 ALL: tuple[pl.DataType, ...] = (*SCALARS, *NESTED, pl.Null(), pl.Map(pl.String(), pl.Int64()))
 
-_GENERATION = dt.datetime(1970, 1, 1)
+_EPOCH = dt.datetime(1970, 1, 1)
 _ZONED = dt.UTC
 
 
@@ -106,7 +106,7 @@ def _text(dtype: pl.DataType, draw: random.Random) -> str:
 
 def _datetime(dtype: Any, draw: random.Random) -> dt.datetime:
     """In whole milliseconds, in any unit, in the years 1900 to 2100."""
-    at = _GENERATION + dt.timedelta(milliseconds=draw.randint(-2_208_988_800_000, 4_102_444_800_000))
+    at = _EPOCH + dt.timedelta(milliseconds=draw.randint(-2_208_988_800_000, 4_102_444_800_000))
     return at if dtype.time_zone is None else at.replace(tzinfo=_ZONED)
 
 

@@ -63,9 +63,10 @@ def called(keys: Store, number: int, timeout_seconds: float = 0.0) -> int | None
 
 
 def await_others(meeting: Meeting, number: int, rank: int) -> int | None:
-    """Returns under which generation all meet once more, when the others do; None when the run is over. **Arguments:**
-    as of
-    `come`."""
+    """Returns under which generation all meet once more, when the others do; None when the run is over.
+
+    **Arguments:** as of `come`.
+    """
     try:
         with open_keys(meeting) as keys:
             come(keys, number, rank)
