@@ -197,7 +197,7 @@ def test_what_is_also_used_whole_is_dense_and_says_where() -> None:
     why = next(v.why for v in step.plan.variables if v.path == "params/table")
     assert "gathered by rows" in why
     assert "its gradient is dense" in why
-    assert "test_hybrid.py:" in why
+    assert "hybrid.py:" in why
 
 
 def test_ids_that_parameters_decide_are_dense() -> None:

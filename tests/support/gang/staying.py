@@ -366,7 +366,7 @@ def _replace(gang: Gang) -> None:
     while len(raised) < 5:
         try:
             gang.replace()
-        except (GangError, WaitTimeout) as error:
+        except (GangError, PeerLost, WaitTimeout) as error:
             raised.append(error)
         else:
             return

@@ -40,6 +40,7 @@ class ArraySource(Source, Sliced):
         self._leaves = dict(leaves)
         self._classes = dict(classes or {})
         self._integers: Integers = "loaded"
+        self._narrow: Source | None = None  # whose files go when nothing holds it
         self._mapped = mapped
         self._places = {name: mapped.place_of(array) if mapped else None for name, array in self._leaves.items()}
         self._where = where
@@ -76,7 +77,7 @@ class ArraySource(Source, Sliced):
     def widened(self) -> "ArraySource":
         """Returns the same with integers of 64 bits as they are stored."""
         found = copy.copy(self)
-        found._integers = "stored"
+        found._integers, found._narrow = "stored", self
         found._spec = {
             name: jax.ShapeDtypeStruct(spec.shape, self._leaves[name].dtype.newbyteorder("="))
             if self._leaves[name].dtype.kind in "iu"

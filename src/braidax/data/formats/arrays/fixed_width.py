@@ -71,6 +71,7 @@ class FixedSource(Source, Sliced):
         self._spec = jax.ShapeDtypeStruct(shape, loader_dtype(dtype, where=files.names[0], leaf=leaf))
 
         self._integers: Integers = "loaded"
+        self._narrow: Source | None = None  # whose files go when nothing holds it
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = {"leaf": self._leaf, **self._layout._asdict(), "facts": self._facts}
@@ -79,7 +80,7 @@ class FixedSource(Source, Sliced):
     def widened(self) -> "FixedSource":
         """Returns the same with integers of 64 bits as they are stored."""
         found = copy.copy(self)
-        found._integers = "stored"
+        found._integers, found._narrow = "stored", self
         if self._layout.dtype.kind in "iu":
             found._spec = jax.ShapeDtypeStruct(self._spec.shape, self._layout.dtype.newbyteorder("="))
         return found

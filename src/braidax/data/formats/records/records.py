@@ -48,6 +48,7 @@ class RecordSource(Source):
         self._index = index
         self._decoder = decoder
         self._facts = dict(facts)
+        self._narrow: Source | None = None  # whose files go when nothing holds it
 
     @property
     def sample_spec(self) -> Any:
@@ -60,7 +61,7 @@ class RecordSource(Source):
     def widened(self) -> "RecordSource":
         """Returns the same records with integers of 64 bits as they are stored."""
         found = copy.copy(self)
-        found._decoder = widened(self._decoder)
+        found._decoder, found._narrow = widened(self._decoder), self
         return found
 
     def read(self, indices: Indices, out: Any) -> None:

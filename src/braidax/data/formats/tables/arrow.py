@@ -48,6 +48,7 @@ class ArrowSource(Source, Sliced):
     ) -> None:
         self._memory = memory
         self._integers: Integers = "loaded"
+        self._narrow: Source | None = None  # whose files go when nothing holds it
         self._facts = dict(facts)
         rows = [[batch.num_rows for batch in layout.batches] for layout in layouts]
         self._batches = _Starts([count for counts in rows for count in counts])
@@ -65,7 +66,7 @@ class ArrowSource(Source, Sliced):
     def widened(self) -> Source:
         """Returns the same with integers of 64 bits as they are stored."""
         found = copy.copy(self)
-        found._integers = "stored"
+        found._integers, found._narrow = "stored", self
         found._take([widened(direct) for direct in self._leaves])
         return found
 

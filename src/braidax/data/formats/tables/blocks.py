@@ -88,6 +88,7 @@ class BlockSource(Source):
     def __init__(self, table: Blocks, *, cache_bytes: int, what: str, facts: Mapping[str, str]) -> None:
         self._table = table
         self._integers: Integers = "loaded"
+        self._narrow: Source | None = None  # whose files go when nothing holds it
         self._leaves = list(table.leaves)
         self._blocks = list(table.blocks)
         self._what = what
@@ -114,7 +115,7 @@ class BlockSource(Source):
     def widened(self) -> "BlockSource":
         """Returns the same, of the same cache, with integers of 64 bits as they are stored."""
         found = copy.copy(self)
-        found._integers = "stored"
+        found._integers, found._narrow = "stored", self
         found._leaves = [leaf.widened() for leaf in self._leaves]
         found._spec = {leaf.name: leaf.spec(self._table.names[0]) for leaf in found._leaves}
         return found
