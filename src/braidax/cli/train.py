@@ -171,9 +171,6 @@ def train(task: Task, settings: Settings, made_with: Mapping[str, Value]) -> Non
         except KeyboardInterrupt:
             run.say(f"interrupted after step {run.num_saved}; run the same command again to go on from there")
             raise typer.Exit(130) from None
-        except SystemExit:
-            run.say(f"stopped after step {run.num_saved}; run the same command again to go on from there")
-            raise
         finally:
             if run.seat.is_first and "step" in traced.totals():
                 trace = _unused(settings.files.trace)

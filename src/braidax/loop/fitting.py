@@ -94,7 +94,7 @@ def fit(
     if interrupted():
         raise KeyboardInterrupt(_words_of_end(saver))
     if preempted() or ends():
-        if jax.process_index() == 0:
+        if saver is not None and jax.process_index() == 0:
             sys.stderr.write(f"SIGTERM: {_words_of_end(saver)}\n")
         raise SystemExit(128 + signal.SIGTERM)
     return state
