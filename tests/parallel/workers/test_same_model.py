@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax import export
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.gang import LocalGang
-from tests.support.parallel.workers.teams import OPTIMIZERS, WIDTH, WORDS, batches, init, make_step, own_part, team
+from braidax.parallel.served.meetings.same_model import plain
+from tests.support.parallel.workers.teams import OPTIMIZERS, WIDTH, WORDS, init, make_step, team
 
 
 def wider(key: jax.Array) -> Any:
@@ -59,16 +61,25 @@ def test_a_worker_with_another_model_is_named(
     assert all("expected all workers to give parallelize the same model" in one for one in errors)
 
 
-def test_workers_of_other_files_have_the_same_model(gangs: dict[int, LocalGang]) -> None:
-    """Programs are compared without the lines that they are from."""
-    source = "\n\n\ndef init(key):\n    return first(key)\n"
-    elsewhere: dict[str, Any] = {"first": init}
-    exec(compile(source, "/elsewhere/model.py", "exec"), elsewhere)  # a function of another file
-    (batch,) = batches(1)
+def exported(file: str, factor: int) -> bytes:
+    """Returns a program that is written down in a file."""
+    defined: dict[str, Any] = {"jnp": jnp}
+    exec(compile("\n" * len(file) + f"def moved(x):\n    return jnp.sin(x) * {factor}", file, "exec"), defined)
+    return bytes(export.export(jax.jit(defined["moved"]))(jax.ShapeDtypeStruct((3,), jnp.float32)).serialize())
 
-    def work(number: int, seat: Any) -> float:
-        with make_step(seat, size=len(batch["target"]) // 2, init=elsewhere["init"] if number else init) as step:
-            _, metrics = step.update(step.init(jax.random.key(0)), own_part(batch, number, 2))
-            return float(metrics["loss"])
 
-    assert all(loss > 0 for loss in team(gangs[2], 2, work))
+def test_programs_are_compared_without_where_they_are_from() -> None:
+    limit: int = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 10)  # as it is for users; tests write no places
+    try:
+        check_places_are_left_out()
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", limit)
+
+
+def check_places_are_left_out() -> None:
+    here, elsewhere = exported("/here/model.py", 2), exported("/elsewhere (2)/model.py", 2)
+    assert here != elsewhere
+    assert plain(here) == plain(elsewhere)
+    assert plain(here) != plain(exported("/here/model.py", 3))
+    assert plain(b"") == b""

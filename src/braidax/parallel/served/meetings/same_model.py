@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from braidax.parallel.served.on_servers.dense import DenseForm
 
 Facts = dict[str, str]
 """What is compared of a model, by what it is called."""
+
+_PLACE = re.compile(r'^#loc.*\n|[ ]loc\((?:[^()"]|"[^"]*"|\([^()]*\))*\)', re.MULTILINE)
 
 
 def check_same_model(
@@ -38,7 +41,7 @@ def check_same_model(
     named = _programs(tables, programs, dense)
     found = _differs(workers, _facts(tables, dense, options))
     if found is None and _differs(workers, {name: _digest(some) for name, some in named.items()}) is not None:
-        found = _differs(workers, {name: _digest(map(_plain, some)) for name, some in named.items()})
+        found = _differs(workers, {name: _digest(map(plain, some)) for name, some in named.items()})
     if found is not None:
         worker, name, own, of_first = found
         told = f"{name} differs" if name in named else f"{name} is {own} there, and {of_first} on worker 0"
@@ -96,6 +99,7 @@ def _digest(programs: Iterable[bytes]) -> str:
     return every.hexdigest()
 
 
-def _plain(program: bytes) -> bytes:
-    """Returns a program without where it is from."""
-    return export.deserialize(bytearray(program)).mlir_module().encode() if program else b""
+def plain(program: bytes) -> bytes:
+    """Returns a program as text, without where it is from."""
+    text = export.deserialize(bytearray(program)).mlir_module() if program else ""
+    return _PLACE.sub("", text).encode()
