@@ -22,7 +22,7 @@ from jax._src.lru_cache import LRUCache
 
 pytest.register_assert_rewrite("tests.support")  # what it asserts says what it compared; before any of it is imported
 
-from tests.support.suite_time import SuiteTime, begin_long_ones_first  # noqa: E402
+from tests.support.suite_time import SuiteTime, begin_long_ones_first  # noqa: E402 (behind what rewrites it)
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 QUICK = "not slow and not gpu"  # what runs where nothing else is asked for

@@ -131,6 +131,8 @@ def test_the_exit_code_is_that_of_the_first_that_failed(run: Launch, ending: str
     assert found == code
     assert "braidax launch: rank 1 (pid " in text
     assert f"failed first: it {told}" in text
+    how = "braidax launch: run the same command again to go on from the last checkpoint, or give --restarts"
+    assert (how in lines) == (code > 128)
 
 
 def test_a_rank_that_ends_well_ends_nobody(run: Launch) -> None:

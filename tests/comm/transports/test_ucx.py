@@ -143,11 +143,15 @@ def test_a_message_that_is_too_long_fails_alone(way: str, together: Callable[...
 def sleep_until_woken(rank: Rank) -> tuple[bool, float, bool, int]:
     place = bytearray(8)
     received = rank.receive(1, 1, place)
-    while not rank.transport.arm():
-        rank.transport.poll(0)
-    begin = time.process_time()
-    early, _, _ = select.select([rank.transport.fileno()], [], [], 0.5)
-    used_seconds = time.process_time() - begin
+    early: list[int] = [0]
+    for _ in range(20):  # at first it may have something to say of connecting
+        while not rank.transport.arm():
+            rank.transport.poll(0)
+        begin = time.process_time()
+        early, _, _ = select.select([rank.transport.fileno()], [], [], 0.5)
+        used_seconds = time.process_time() - begin
+        if not early:
+            break
     while not rank.transport.arm():
         rank.transport.poll(0)
     rank.pipe.send(("asleep", None))
@@ -167,8 +171,7 @@ def test_a_rank_sleeps_without_work_and_wakes_for_a_message(way: str, together: 
     ranks.hear(0)
     ranks.tell(1)
     early, used_seconds, woken, num_bytes = ranks.results()[0]
-    assert (woken, num_bytes) == (True, 8)
-    assert not early or way == "tcp"  # whose sockets may still have something to say of connecting
+    assert (early, woken, num_bytes) == (False, True, 8)
     assert used_seconds < 0.1
 
 

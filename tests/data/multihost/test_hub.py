@@ -58,9 +58,9 @@ def test_nobody_goes_on_before_the_last_has_come() -> None:
         assert [future.result(timeout=SECONDS) for future in early] == [FINE] * 2
 
 
-def test_one_message_does_for_all_that_are_ready() -> None:
+def test_one_message_does_for_all_that_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     with hubs(3) as made:
-        sent = {process: recorded(hub) for process, hub in enumerate(made)}
+        sent = {process: recorded(hub, monkeypatch) for process, hub in enumerate(made)}
         ready = [5, 3, 7]
         found = at_once([lambda p=p: [agreed(made[p], n, ready=ready[p]) for n in range(4)] for p in range(3)])
         assert found == [[FINE] * 4] * 3
@@ -70,7 +70,7 @@ def test_one_message_does_for_all_that_are_ready() -> None:
         assert [len(sent[process]) for process in range(3)] == [2, 2, 1]  # the last one has said so before
 
 
-def recorded(hub: Hub) -> list[tuple[int, Verdict]]:
+def recorded(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Verdict]]:
     """Returns what a hub tells from now on."""
     told, tell = list[tuple[int, Verdict]](), hub._tell
 
@@ -78,7 +78,7 @@ def recorded(hub: Hub) -> list[tuple[int, Verdict]]:
         told.append((number, verdict))
         tell(number, verdict)
 
-    hub._tell = recording  # type: ignore[method-assign]
+    monkeypatch.setattr(hub, "_tell", recording)
     return told
 
 

@@ -38,6 +38,8 @@ def numbers(case: str, gang: LocalGang | None = None) -> list[float]:
             pooled, optimizer, mesh, strategies, init=init, batch=specs(make_batch()), metrics=metrics, servers=servers
         )
         step = stack.enter_context(made)
+        host = step._servers._world.host  # all processes are on this one, and the first pushes for them
+        assert (1 if host is None else host.size) == jax.process_count()
         state, found = step.init(jax.random.key(0)), list[float]()
         batches = [place(make_batch(seed), step.batch_shardings) for seed in range(4)]
         for batch, coming in zip(batches, [*batches[1:], None], strict=True):

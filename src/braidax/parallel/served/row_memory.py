@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import cache
 from types import ModuleType
@@ -105,6 +106,16 @@ def sum_rows(rows: NDArray[Any], slots: NDArray[np.int32], out: NDArray[Any], th
         borders = [*(width // own * part // num_parts * own for part in range(num_parts)), width]
         for _ in threads.map(lambda part: binding.sum(*given, *part), itertools.pairwise(borders)):
             pass
+
+
+def sum_by_id(parts: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Sums rows of the same id, part by part. **Arguments:** `parts`: ids, in each all different, and `[m, D]`.
+    **Returns:** ids in order, and `[u, D]`."""
+    unique, first = np.unique(np.concatenate([ids for ids, _ in parts])), parts[0][1]
+    total = np.zeros((len(unique), first.shape[1]), first.dtype)
+    for ids, rows in parts:
+        total[np.searchsorted(unique, ids)] += rows
+    return unique, total
 
 
 class AdagradRows(NamedTuple):

@@ -10,6 +10,7 @@ from braidax.comm import Communicator
 from braidax.errors import CommError, PeerLost
 from braidax.parallel.served.batches.batch_rows import BatchRows
 from braidax.parallel.served.meetings.world import trainer_lost
+from braidax.parallel.served.row_memory import sum_by_id
 from braidax.parallel.served.wire import Message, packed, unpacked
 
 Gradients = tuple[Mapping[str, BatchRows], dict[str, NDArray[Any]]]
@@ -48,10 +49,7 @@ def _summed(
     parts = [every, *(_received(host, rank, rows, gradients, step) for rank in range(1, host.size))]
     found, sums = dict[str, BatchRows](), dict[str, NDArray[Any]]()
     for name, some in zip(rows, zip(*parts, strict=True), strict=True):
-        unique = np.unique(np.concatenate([ids for ids, _ in some]))
-        sums[name] = np.zeros((len(unique), gradients[name].shape[1]), gradients[name].dtype)
-        for ids, own in some:
-            sums[name][np.searchsorted(unique, ids)] += own
+        unique, sums[name] = sum_by_id(some)
         found[name] = rows[name].others(unique)
     return found, sums
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 from braidax.parallel.served.on_servers.growing.seen_shard import SeenShard
+from braidax.parallel.served.row_memory import sum_by_id
 from braidax.parallel.served.wire import Message
 
 from .shard import Shard
@@ -126,12 +127,7 @@ def _summed(
     """Sums the gradients that several have of one table."""
     if len(parts) == 1:
         return parts[0]
-    shard = parts[0][0]
-    unique = np.unique(np.concatenate([ids for _, ids, _ in parts]))
-    total = np.zeros((len(unique), shard.form.width), shard.values.dtype)
-    for _, ids, gradients in parts:
-        total[np.searchsorted(unique, ids)] += gradients
-    return shard, unique, total
+    return parts[0][0], *sum_by_id([(ids, gradients) for _, ids, gradients in parts])
 
 
 @final
