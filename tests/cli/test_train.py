@@ -46,7 +46,10 @@ def test_ctrl_c_saves_and_the_next_run_goes_on_to_the_end(tmp_path: Path) -> Non
             first.send_signal(signal.SIGINT)
             break
     output, errors = first.communicate(timeout=120)
-    assert (first.returncode, errors) == (130, "")
+    assert (first.returncode, errors) == (
+        130,
+        "Ctrl-C: ends behind the step in progress; press it again to end at once\n",
+    )
     interrupted = re.search(r"interrupted after step (\d+); run the same command again", output)
     assert interrupted is not None
     reached = int(interrupted[1])

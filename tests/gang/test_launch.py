@@ -100,15 +100,17 @@ def test_the_rank_that_raised_is_named_with_its_last_lines(run: Launch) -> None:
     assert all(re.match(r"\[\d\] ", line) for line in lines[:told])
 
 
-def test_the_rank_that_raised_is_named_even_if_another_one_ends_first(run: Launch) -> None:
-    text = JOIN + dedent("""
+@pytest.mark.parametrize("told_by", ["comm.barrier()", "raise CallFailed('rank 1 failed: ValueError: the value', 1)"])
+def test_the_rank_that_raised_is_named_even_if_another_one_ends_first(run: Launch, told_by: str) -> None:
+    text = JOIN + dedent(f"""
+        from braidax.errors import CallFailed
         pids = comm.all_gather(np.array(os.getpid()))
         if comm.rank == 1:
             comm.abort("of what comes")
-            while open(f"/proc/{pids[0]}/stat").read().rpartition(")")[2].split()[0] != "Z":
+            while open(f"/proc/{{pids[0]}}/stat").read().rpartition(")")[2].split()[0] != "Z":
                 time.sleep(0.01)
             raise ValueError("the value")
-        comm.barrier()
+        {told_by}
         """)
     code, lines = run(text)
     assert code == 1

@@ -282,9 +282,9 @@ def pack_value(value: Any, job: str) -> tuple[Parcel, frozenset[str]]:
     return pack(value, refer=refer), frozenset(names)
 
 
-def is_consequence(error: BaseException) -> bool:
-    """Says whether an error came from the failure of another rank."""
-    return any(isinstance(link, PeerLost | Aborted) for link in _chain(error))
+def is_consequence(error: BaseException, of: tuple[type[BaseException], ...] = (PeerLost, Aborted)) -> bool:
+    """Says whether an error came from the failure of another rank. **Arguments:** `of`: what tells of such a one."""
+    return any(isinstance(link, of) for link in _chain(error))
 
 
 def _lost(meeting: Meeting, comm: Communicator | None, error: BaseException) -> LostRank | None:

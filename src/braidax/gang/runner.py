@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from braidax.comm import Store, open_store
 from braidax.comm.stores.store import ScopedStore
-from braidax.errors import BraidaxError
+from braidax.errors import Aborted, BraidaxError, CallFailed, PeerLost
 from braidax.gang.meeting import MEETING, hosting
 from braidax.gang.member import is_consequence
 from braidax.gang.program import Program
@@ -146,7 +146,7 @@ def _leave(code: int, error: BaseException) -> NoReturn:
     if MEETING not in os.environ:  # nobody would ask
         with contextlib.suppress(BraidaxError, KeyError), scoped_store(os.environ, timeout_seconds=2.0) as store:
             rank = os.environ["BRAIDAX_RANK"]
-            if is_consequence(error):
+            if is_consequence(error, (PeerLost, Aborted, CallFailed)):
                 store.set(f"{CONSEQUENCE}/{rank}", b"")
             elif store.add(NUM_FAILED, 1) == 1:
                 store.set(FIRST_FAILED, rank.encode())

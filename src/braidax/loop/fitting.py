@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 import threading
@@ -240,11 +241,16 @@ def _preempted(saver: Saver | None, step: object) -> Generator[Callable[[], bool
 def _interrupt_kept() -> Generator[Callable[[], bool], None, None]:
     """Keeps the first Ctrl-C for the loop to ask about: raised inside a step, it would cost the donated state."""
     pressed = threading.Event()
+    told = "" if jax.process_index() else "Ctrl-C: ends behind the step in progress; press it again to end at once\n"
+    if os.isatty(2):
+        told = f"\n{told}"  # behind the ^C that terminals show
 
     def keep(signal_number: int, frame: FrameType | None) -> None:
         if pressed.is_set():
             signal.default_int_handler(signal_number, frame)
         pressed.set()
+        with contextlib.suppress(OSError):  # past sys.stderr, within a write of which this may be
+            os.write(2, told.encode())
 
     if threading.current_thread() is not threading.main_thread():
         yield pressed.is_set
