@@ -1,10 +1,8 @@
 """The loader's threads end: when closed, when abandoned, and with the interpreter, whatever hangs."""
 
-import os
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future
 
 import pytest
 
@@ -66,29 +64,6 @@ def test_threads_yield_their_core_while_somebody_waits_and_only_then(monkeypatch
     threads.submit(int).result(10)
     threads.close(timeout_seconds=10)
     assert 1 <= len(calls) <= 2  # the second call may still have ended while somebody waited
-
-
-def test_threads_run_on_the_cores_that_were_asked_for_and_others_stay_where_they_are() -> None:
-    usable = os.sched_getaffinity(0)
-    last = frozenset({max(usable)})
-    threads, free = Threads(2, "braidax-test", cores=last), Threads(1, "braidax-test-free")
-    threads.resize(3)
-    apart: Future[set[int]] = Future()
-    threads.run_apart(lambda: apart.set_result(os.sched_getaffinity(0)))
-    together = threading.Barrier(3)  # so that each thread takes one
-    seen = [threads.submit(lambda: (together.wait(10), os.sched_getaffinity(0))) for _ in range(3)]
-    assert [future.result(10)[1] for future in seen] == [last] * 3
-    assert apart.result(10) == last
-    assert free.submit(os.sched_getaffinity, 0).result(10) == usable
-    assert os.sched_getaffinity(0) == usable
-    threads.close(timeout_seconds=10)
-    free.close(timeout_seconds=10)
-
-
-def test_threads_work_also_where_their_cores_were_taken_away() -> None:
-    threads = Threads(1, "braidax-test", cores=frozenset({100_000}))  # no kernel has so many
-    assert threads.submit(os.sched_getaffinity, 0).result(10) == os.sched_getaffinity(0)
-    threads.close(timeout_seconds=10)
 
 
 def test_an_interrupt_behind_a_thread_s_start_leaves_none_that_nobody_ends(monkeypatch: pytest.MonkeyPatch) -> None:

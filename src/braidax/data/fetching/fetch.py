@@ -23,7 +23,6 @@ from braidax.data.fetching.confirmation import Confirmation
 from braidax.data.fetching.slots import Slots
 from braidax.data.sharding.load_plan import LoadPlan, Reading
 from braidax.data.source import Source, prepare, prepare_slices, read_samples, read_slices
-from braidax.data.workers.cores import cores_near
 from braidax.data.workers.threads import Threads, timed_out
 from braidax.errors import WaitTimeout
 from braidax.spans import Trace, span
@@ -54,8 +53,7 @@ class Fetch:
         self._local = np.flatnonzero(plan.local_rows())
         self._trace = trace
         self._slots = Slots(plan.num_bytes, keep=4)
-        devices = {device for leaf in plan.leaves for near in leaf.slices.values() for device in near}
-        self._threads = Threads(threads, "braidax-read", cores=cores_near(devices))
+        self._threads = Threads(threads, "braidax-read")
         self._pace = _Pace(self._rows_of(_READ_BYTES), hedge_seconds)
         self._hedged: deque[_Read] = deque(maxlen=1024)
         self.num_hedges = 0

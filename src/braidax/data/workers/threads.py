@@ -29,19 +29,15 @@ class Threads:
     They are daemons, so that a read that hangs cannot keep the interpreter from exiting; at exit the others are waited
     for. `concurrent.futures` has no such limit.
 
-    **Arguments:** `num_threads`, `name`: of the threads; the name is a prefix. `cores`: all that they run on; None
-    leaves them where their creator runs. Linux places memory at the NUMA node of the core that touches it first: so a
-    slot that these threads take and fill lies near these cores. What they start themselves, such as the thread pool of
-    a decoder, stays on these cores too.
+    **Arguments:** `num_threads`, `name`: of the threads; the name is a prefix.
 
     **Fields:** `num_threads`: those of the queue; for reading only.
     """
 
-    def __init__(self, num_threads: int, name: str, *, cores: frozenset[int] | None = None) -> None:
+    def __init__(self, num_threads: int, name: str) -> None:
         self._work: _Work = queue.SimpleQueue()
         self._awaited = _Awaited()
         self._name = name
-        self._cores = cores
         self._names = itertools.count()
         self._threads: list[threading.Thread] = []
         self.num_threads = 0
@@ -63,7 +59,7 @@ class Threads:
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
         self._threads[:] = [thread for thread in self._threads if thread.is_alive() or thread.ident is None]
         name = f"{self._name}-{next(self._names)}"
-        thread = threading.Thread(target=_run_on, args=(self._cores, work, arguments), name=name, daemon=True)
+        thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
         self._threads.append(thread)  # before it starts, so that no interrupt can keep it from being ended
         thread.start()
 
@@ -115,13 +111,6 @@ class _Awaited:
     """Until when, in `time.monotonic` seconds, somebody waits; shared with threads that must not hold their owner."""
 
     until = 0.0
-
-
-def _run_on(cores: frozenset[int] | None, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    if cores is not None:
-        with contextlib.suppress(OSError):  # the system has taken these cores away since: that is slower, not wrong
-            os.sched_setaffinity(0, cores)
-    work(*arguments)
 
 
 def _work_off(work: _Work, awaited: "_Awaited") -> None:
