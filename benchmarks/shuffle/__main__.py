@@ -15,21 +15,23 @@ from benchmarks.harness.machine import num_cores
 from benchmarks.shuffle.cases import Bench, Scale
 from benchmarks.shuffle.end_to_end import training
 from benchmarks.shuffle.for_torch import for_torch
-from benchmarks.shuffle.in_memory import texts, tokens
+from benchmarks.shuffle.in_memory import small, texts, tokens
 from benchmarks.shuffle.limits import limits, why
 from benchmarks.shuffle.photos import photos
-from benchmarks.shuffle.slow_storage import cold, remote
+from benchmarks.shuffle.slow_storage import cold, late, remote
 
 FULL = Scale(500_000, 100_000, 1_200, rounds=5, seconds=1.0, grain_threads=(16, 64), workers=(0, num_cores()))
 QUICK = Scale(20_000, 4_000, 100, rounds=1, seconds=0.2, grain_threads=(16,), workers=(0,))
 
 CASES: dict[str, Callable[[Bench], None]] = {
     "tokens": tokens,
+    "small": small,
     "texts": texts,
     "torch": for_torch,
     "photos": photos,
     "cold": cold,
     "remote": remote,
+    "late": late,
     "training": training,
     "why": why,
     "limits": limits,

@@ -10,7 +10,8 @@ from benchmarks.shuffle import inputs, systems
 from benchmarks.shuffle.cases import MOSAIC, Bench, hugging_face, ours
 from benchmarks.shuffle.timing import Make, Timed
 
-TOKENS, TEXTS = "tokens", "texts"
+TOKENS, TEXTS, SMALL = "tokens", "texts", "small batches of 2 KiB records"
+_SMALL_SIZES = (64, 256, 1024)
 
 
 def tokens(bench: Bench) -> None:
@@ -64,9 +65,31 @@ def tokens(bench: Bench) -> None:
     bench.measure(TOKENS, {**running, **streaming})
     bench.claim("tokens_hf", TOKENS, "braidax, HF folder", list(from_folder), at_least=10)
     bench.claim("tokens_memory", TOKENS, "braidax, npy", [*from_array, *MOSAIC], at_least=1)
-    bench.claim("tokens_limit", TOKENS, "braidax, npy", list(limits), at_least=0.5)
+    bench.claim("tokens_limit", TOKENS, "braidax, npy", list(limits), at_least=0.9)
+    bench.claim("tokens_tfdata", TOKENS, "braidax, npy", ["tf.data, gather"], at_least=4)
+    of_grain = [name for name in from_array if name.startswith("Grain, gather")]
+    bench.claim("tokens_grain", TOKENS, "braidax, npy", of_grain, at_least=10)
     from_torch = [name for name in from_folder if name.startswith("torch")]
     bench.claim("tokens_torch", TOKENS, "braidax.torch, HF", from_torch, at_least=1)
+
+
+def small(bench: Bench) -> None:
+    """Batches whose gathering takes less than what surrounds it, beside a loop without anything around it."""
+    array = inputs.token_array(4 * bench.scale.num_tokens // 10).reshape(-1, 2 * inputs.TOKENS)
+    path = bench.folder / f"small_{len(array)}.npy"
+    np.save(path, array)
+    inputs.bring_to_page_cache(path)
+    for size in _SMALL_SIZES:
+        makes: dict[str, Make] = {
+            "braidax, npy": lambda n, size=size: ours(bx.open(path), size, threads=bench.threads)(n),
+            "np.take, device_put": functools.partial(systems.taken_and_put, array, size),
+        }
+        running = {
+            name: Timed(make, size, epoch=len(array) // size, seconds=bench.scale.seconds)
+            for name, make in makes.items()
+        }
+        bench.measure(SMALL, running, at=f"{size:,} records")
+    bench.claim("small_batches", SMALL, "braidax, npy", ["np.take, device_put"], at_least=1)
 
 
 def texts(bench: Bench) -> None:
@@ -107,6 +130,7 @@ def texts(bench: Bench) -> None:
     streaming = bench.mosaic(TEXTS, "texts", lines, size)
     bench.measure(TEXTS, {**running, **streaming})
     bench.claim("texts", TEXTS, "braidax, HF folder", [*peers, *MOSAIC], at_least=1)
+    bench.claim("texts_tfdata", TEXTS, "braidax, HF folder", ["tf.data, in memory"], at_least=1.2)
     bench.claim("texts_torch", TEXTS, "braidax.torch, HF", [name for name in peers if "torch" in name], at_least=1)
 
 

@@ -1,18 +1,25 @@
-"""An object store on loopback that answers each request after a fixed delay: ranges of the files of a folder."""
+"""An object store on loopback: ranges of files of a folder, each answered after a delay, now and then a long one."""
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
-def serve(folder: Path, *, delay_seconds: float) -> Generator[str, None, None]:
-    """Serves a folder by a process of its own inside the `with` block; yields the address of its root."""
-    command = [sys.executable, "-m", "benchmarks.shuffle.store", str(folder), str(delay_seconds)]
+def serve(
+    folder: Path, *, delay_seconds: float, late_seconds: float = 0.0, late_every: int = 0
+) -> Generator[str, None, None]:
+    """Serves a folder by a process of its own inside the `with` block; yields the address of its root.
+
+    **Arguments:** `late_every`: of so many requests one is answered after `late_seconds`; 0 for none.
+    """
+    numbers = (delay_seconds, late_seconds, late_every)
+    command = [sys.executable, "-m", "benchmarks.shuffle.store", str(folder), *map(str, numbers)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -37,9 +44,9 @@ class _File:
 class _Connection(asyncio.Protocol):
     """One connection: a request after the other, each answered after the delay."""
 
-    def __init__(self, folder: Path, delay_seconds: float, files: dict[str, _File]) -> None:
+    def __init__(self, folder: Path, delays: Iterator[float], files: dict[str, _File]) -> None:
         self._folder = folder
-        self._delay_seconds = delay_seconds
+        self._delays = delays
         self._files = files
         self._received = b""
 
@@ -51,7 +58,7 @@ class _Connection(asyncio.Protocol):
         self._received += data
         while (end := self._received.find(b"\r\n\r\n")) >= 0:
             request, self._received = self._received[:end].decode("latin1"), self._received[end + 4 :]
-            asyncio.get_running_loop().call_later(self._delay_seconds, self._answer, request)
+            asyncio.get_running_loop().call_later(next(self._delays), self._answer, request)
 
     def _answer(self, request: str) -> None:
         first, *lines = request.split("\r\n")
@@ -75,14 +82,21 @@ class _Connection(asyncio.Protocol):
         self._transport.write(head + (os.pread(file.descriptor, stop - start, start) if method == "GET" else b""))
 
 
-async def _main(folder: Path, delay_seconds: float) -> None:
+def late_now_and_then(seconds: float, late_seconds: float, every: int) -> Iterator[float]:
+    """Yields delays, of which one of so many is long; of `every=0` none."""
+    for number in itertools.count(1):
+        yield late_seconds if every and number % every == 0 else seconds
+
+
+async def _main(folder: Path, delays: Iterator[float]) -> None:
     files: dict[str, _File] = {}
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: _Connection(folder, delay_seconds, files), "127.0.0.1", 0, backlog=1024)
+    server = await loop.create_server(lambda: _Connection(folder, delays, files), "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
     async with server:
         await server.serve_forever()
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(Path(sys.argv[1]), float(sys.argv[2])))
+    usual, late, every = sys.argv[2:]
+    asyncio.run(_main(Path(sys.argv[1]), late_now_and_then(float(usual), float(late), int(every))))

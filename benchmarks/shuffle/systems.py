@@ -7,6 +7,7 @@ settings. Peers deliver NumPy arrays (or what their users get) on the host; ours
 import asyncio
 import contextlib
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,14 +28,22 @@ Order = NDArray[np.int64]
 TEXT_BYTES = 2048  # of a text as all systems deliver it: longer ones are cut, others padded with zeros
 
 
-def ours(source: Any, batch_size: int, num_batches: int, *, threads: int | None = None) -> Batches:
-    """Our loader over one device. **Arguments:** `threads`: that read; None leaves it to the loader."""
+def ours(source: Any, batch_size: int, num_batches: int, *, threads: int | None = None, hedged: bool = True) -> Batches:
+    """Our loader over one device.
+
+    **Arguments:** `threads`: that read; None leaves it to the loader. `hedged`: whether late reads are done twice.
+    """
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-    loader = bx.DataLoader(
-        source, mesh, PartitionSpec("data"), batch_size=batch_size, epochs=None, knobs=Knobs(threads=threads)
-    )
+    knobs = Knobs(threads=threads, hedge_seconds=None if hedged else math.inf)
+    loader = bx.DataLoader(source, mesh, PartitionSpec("data"), batch_size=batch_size, epochs=None, knobs=knobs)
     with contextlib.closing(loader):
         yield from itertools.islice(loader, num_batches)
+
+
+def taken_and_put(array: NDArray[Any], batch_size: int, num_batches: int) -> Batches:
+    """The loop that a few lines make: gather a batch, put it on the device."""
+    for order in _orders(len(array), batch_size, num_batches):
+        yield jax.device_put(np.take(array, order, axis=0), jax.devices()[0])
 
 
 def ours_for_torch(dataset: Any, batch_size: int, num_batches: int, *, collate: Any = None) -> Batches:
