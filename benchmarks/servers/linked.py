@@ -1,6 +1,7 @@
 """Steps of several processes over links of a bandwidth: each has a host of its own, a network namespace."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -42,7 +43,8 @@ def linked_cases(report: Report, *, quick: bool) -> dict[str, tuple[str, str, in
     report.against("hybrid_dense", case, "time", ours=ROWS, peers=[DENSE], at=[_AT], at_least=2.5)
     wide: Given = ("lm1b", (20_000, 32, 4) if quick else (793_470, 128, 4), {"state": 128 if quick else 2048})
     case = f"step, {_WORKERS} processes, {_in_words(wide)}"
-    _measure(report, case, wide, every, gigabits=(10,), rounds=rounds)
+    many = 2 if quick else 13  # of what is quick: it differs by less than one round does from the next
+    _measure(report, case, wide, every, gigabits=(10,), rounds=many, longest_seconds=5.0)
     report.against("hybrid_ps", case, "time", ours=ROWS, peers=[PS], at=[_AT], at_least=1.2)
     for model in (
         ("lm1b", (3_000, 64, 2) if quick else (36_549, 512, 2), {"state": 128 if quick else 8192}),
@@ -105,11 +107,12 @@ def _measure(
     rounds: int,
     waits: int = 0,
     num_workers: int | None = None,
+    longest_seconds: float = math.inf,
 ) -> dict[str, list[float]]:
     """Measures systems over links.
 
     **Arguments:** `groups`: of systems that the same processes run. `waits`: how many steps that wait are timed, 0 for
-    others. `num_workers`: of this line, where lines of a case differ by that.
+    others. `num_workers`: of this line, where lines of a case differ by that. `longest_seconds`: see `take_turns`.
 
     **Returns:** seconds by system over the last links.
     """
@@ -128,7 +131,8 @@ def _measure(
             for host in range(size):
                 network.limit(host, gigabit * _GIGABIT)
             say(f"{case}: links of {gigabit} Gbit/s")
-            taken = take_turns({name: partial(one.take, name) for name, one in systems.items()}, rounds=rounds)
+            turns = {name: partial(one.take, name) for name, one in systems.items()}
+            taken = take_turns(turns, rounds=rounds, longest_seconds=longest_seconds)
             for name, seconds in taken.items():
                 found[name] = seconds[1:]
                 report.add(case, name, "time", "ms", [1e3 * one for one in found[name]], at=at)
