@@ -12,7 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import braidax.data as sources
+from braidax.data.formats.tables.block_cache import BlockCache, Whole, Windows
 from braidax.data.formats.tables.blocks import Block, BlockSource
+from braidax.data.formats.tables.columns import Column
+from braidax.data.source import widened
+from braidax.errors import RecordError
+from tests.support.data.formats.reading import read
 
 NUM_BLOCKS, ROWS, WIDTH = 12, 100, 50
 
@@ -118,3 +123,73 @@ def test_a_block_that_does_not_decode_frees_its_room(source: BlockSource) -> Non
         with pytest.raises(ValueError, match="torn"):
             read_by_threads(failing, [np.arange(300, 310)] * 4, threads=4)
     read_by_threads(failing, [np.arange(300), np.arange(400, 1200)], threads=2)
+
+
+@pytest.mark.usefixtures("_restless")
+def test_a_table_that_fits_becomes_arrays_of_all_its_records(source: BlockSource) -> None:
+    """Beside these there are no more decoded blocks than the rest of the cache holds, and in the end none."""
+    largest = max(block.num_bytes for block in source.table.blocks)
+    held = Held(source.table)
+    whole = BlockSource(held, cache_bytes=(NUM_BLOCKS + 2) * largest, what="row groups", facts={})  # pyright: ignore
+    rng = np.random.default_rng(0)
+    read_by_threads(whole, [rng.integers(NUM_BLOCKS * ROWS, size=20) for _ in range(40)], threads=8)
+    assert held.num_decoded == NUM_BLOCKS
+    assert held.most <= 2 * largest
+    assert held._now == 0
+    assert whole._whole is not None
+    assert whole._whole.is_complete
+    for window in ([], [1199, 0, 0, 100, 99]):
+        read_by_threads(whole, [np.array(window, np.int64)], threads=1)
+
+
+def test_a_block_that_came_meanwhile_is_not_decoded_again() -> None:
+    """Another thread decodes it, copies it and drops it, after this one has seen that it is missing."""
+    decoded: list[int] = []
+
+    class Late(BlockCache):
+        def use_decoded(self, index: int, *given: Any, **options: Any) -> bool:
+            if not decoded:
+                decoded.append(-1)
+                whole.bring([index], decode)
+            return super().use_decoded(index, *given, **options)
+
+    def decode(index: int) -> Any:
+        decoded.append(index)
+        return {"x": Column(np.full(3, index), None, None)}
+
+    whole = Whole(np.array([0, 3, 6]), [24, 24], Late(24, Windows(0)))
+    whole.bring([1, 0], decode)
+    assert decoded == [-1, 1, 0]
+    assert whole.columns["x"].values.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_table_that_just_fits_stays_in_blocks(source: BlockSource) -> None:
+    """There is no room to decode one of them beside the whole."""
+    held = Held(source.table)
+    num_bytes = sum(block.num_bytes for block in source.table.blocks)
+    tight = BlockSource(held, cache_bytes=num_bytes, what="row groups", facts={})  # pyright: ignore
+    read_by_threads(tight, [np.arange(NUM_BLOCKS * ROWS)] * 4, threads=4)
+    assert tight._whole is None
+    assert held.num_decoded == NUM_BLOCKS
+    assert held.most <= num_bytes
+
+
+def test_nulls_and_errors_of_a_whole_table(tmp_path: Any) -> None:
+    for number in range(2):
+        ids = [1 << 40 if number and row == 7 else row for row in range(10)]
+        lists = [[row] * ({6: 1, 8: 3}.get(row, 2) if number else 2) for row in range(10)]
+        gaps = [None if number and row == 1 else row for row in range(10)]
+        columns = {"id": ids, "lists": lists, "gap": pa.array(gaps, pa.int32())}
+        pq.write_table(pa.table(columns), tmp_path / f"{number}.parquet", row_group_size=3)
+    opened = sources.open(tmp_path)
+    assert isinstance(opened, BlockSource)
+    assert opened._whole is not None
+    window = read(opened, [11, 0, 19, 15])
+    assert window["gap.is_valid"].tolist() == [False, True, True, True]
+    assert window["gap"].tolist() == [0, 0, 9, 5]
+    assert window["lists"].tolist() == [[1, 1], [0, 0], [9, 9], [5, 5]]
+    with pytest.raises(RecordError, match=r"1\.parquet, record 7: leaf 'id' holds 1099511627776"):
+        read(opened, [3, 17, 12])
+    with pytest.raises(RecordError, match=r"1\.parquet, record 8: column 'lists' has a list of length 3"):
+        read(opened, [3, 18, 12])
+    assert read(widened(opened), [17])["id"].tolist() == [1 << 40]

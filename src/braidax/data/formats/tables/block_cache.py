@@ -1,15 +1,17 @@
-"""Decoded blocks of tables in memory, bounded in bytes: those used last, and the records of announced windows."""
+"""Decoded blocks of tables in memory, bounded in bytes: those used last, the records of announced windows, or all."""
 
+import functools
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
 import numpy as np
+from numpy.typing import NDArray
 
-from braidax.data.formats.tables.columns import Column
+from braidax.data.formats.tables.columns import FINE, Column
 from braidax.data.source import Indices
 from braidax.errors import WaitTimeout
 
@@ -111,6 +113,14 @@ class BlockCache:
         """
         return self._lend_decoded(index, num_bytes, decode, wait) and self._use(index, use)
 
+    def forget(self, index: int) -> None:
+        """Drops a block, unless a thread copies from it."""
+        with self._changed:
+            if index in self._groups and not self._users[index]:
+                self._num_bytes -= _num_bytes(self._groups.pop(index))
+                del self._users[index]
+                self._changed.notify_all()
+
     def _lend(self, index: int) -> bool:
         if index in self._groups:
             self._groups.move_to_end(index)
@@ -191,6 +201,79 @@ class BlockCache:
                         f"there was no room for block {index} of {num_bytes:,} bytes within {WAIT_SECONDS:.0f} s: "
                         f"cache_bytes={self._capacity_bytes:,} are in use by other threads; is the disk stuck?"
                     )
+
+
+class Whole:
+    """A table in memory, for leaves of one size a record: an array for each, into which every block is decoded once.
+
+    So records of any number of blocks are one gather. A block is in the cache only while it is decoded and copied.
+
+    **Arguments:** `starts`: int64 `[blocks + 1]`, the first record of each block. `num_bytes`: of each when decoded.
+    `cache`: for as much as blocks that are being decoded may take.
+    """
+
+    def __init__(self, starts: NDArray[np.int64], num_bytes: Sequence[int], cache: BlockCache) -> None:
+        self._starts = starts
+        self._num_bytes = list(num_bytes)
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._is_here = np.zeros(len(num_bytes), np.bool_)
+        self._num_left = len(num_bytes)
+        self.columns: dict[str, Column] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all blocks were decoded."""
+        return not self._num_left
+
+    def bring(self, blocks: Sequence[int], decode: Callable[[int], Group]) -> None:
+        """Decodes blocks that are not here: first those that no other thread decodes, then it waits for the others.
+
+        **Raises:** what `decode` raises, and `WaitTimeout`.
+        """
+
+        def decoded(index: int) -> Group:
+            return {} if self._is_here[index] else decode(index)  # another thread was first, a moment ago
+
+        for wait in (False, True):
+            for index in blocks:
+                if self._is_here[index]:
+                    continue
+                taken = functools.partial(self._take, index)
+                self._cache.use_decoded(index, self._num_bytes[index], decoded, taken, wait=wait)
+                self._cache.forget(index)
+
+    def group(self, index: int) -> Group:
+        """Returns a block that is here, as it was decoded."""
+        rows = slice(*self._starts[index : index + 2].tolist())
+        return {
+            name: Column(column.values[rows], None, None if column.faults is None else column.faults[rows])
+            for name, column in self.columns.items()
+        }
+
+    def _take(self, index: int, group: Group) -> None:
+        if self._is_here[index]:
+            return
+        rows = slice(*self._starts[index : index + 2].tolist())
+        for name, column in group.items():
+            values, _, faults = self._room(name, column)
+            values[rows] = column.values
+            if column.faults is not None and faults is not None:
+                faults[rows] = column.faults
+        with self._lock:
+            self._num_left -= not self._is_here[index]
+            self._is_here[index] = True
+
+    def _room(self, name: str, column: Column) -> Column:
+        """Returns the arrays of a leaf, made for the first block of it, and for the first one with faults."""
+        with self._lock:
+            num_records = int(self._starts[-1])
+            if name not in self.columns:
+                values = np.empty((num_records, *column.values.shape[1:]), column.values.dtype)
+                self.columns[name] = Column(values, None, None)
+            if column.faults is not None and self.columns[name].faults is None:
+                self.columns[name] = self.columns[name]._replace(faults=np.full(num_records, FINE, np.int64))
+            return self.columns[name]
 
 
 def _num_bytes(group: Group) -> int:

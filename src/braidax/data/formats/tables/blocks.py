@@ -1,8 +1,9 @@
 """Tables that are stored in blocks which can only be decoded whole: row groups of Parquet, compressed Arrow batches.
 
-Blocks are kept in memory as far as they fit. Where the table is larger, a shuffled epoch touches all blocks all the
-time; then a block that is decoded gives its records to every window that was announced by `prepare`, so that each block
-is decoded once for all announced windows together, not once for every read.
+Blocks are kept in memory as far as they fit. Where all of them do, and leaves have one size a record, they are decoded
+into arrays of the whole table, of which a window is one gather a leaf. Where the table is larger, a shuffled epoch
+touches all blocks all the time; then a block that is decoded gives its records to every window that was announced by
+`prepare`, so that each block is decoded once for all announced windows together, not once for every read.
 """
 
 import copy
@@ -13,12 +14,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.formats.tables.block_cache import BlockCache, Group, Window, Windows
+from braidax.data.formats.tables.block_cache import BlockCache, Group, Whole, Window, Windows
 from braidax.data.formats.tables.columns import Leaf, fill
 from braidax.data.leaves import Integers
 from braidax.data.source import Indices, Source, check_indices
 from braidax.data.storage.files import stamp_of_files
-from braidax.errors import ArgumentError
+from braidax.errors import ArgumentError, RecordError
 
 DEFAULT_CACHE_BYTES = 1 << 30
 
@@ -107,7 +108,10 @@ class BlockSource(Source):
         self._num_bytes = sum(block.num_bytes for block in self._blocks)
         self._fits = self._num_bytes <= cache_bytes
         self._windows = Windows(cache_bytes if self._fits else max(0, (cache_bytes - largest) // 2))
-        self._cache = BlockCache(cache_bytes, self._windows)
+        is_whole = self._num_bytes + largest <= cache_bytes and not any(leaf.is_varying for leaf in self._leaves)
+        self._cache = BlockCache(cache_bytes - self._num_bytes if is_whole else cache_bytes, self._windows)
+        sizes = [block.num_bytes for block in self._blocks]
+        self._whole = Whole(self._starts, sizes, self._cache) if is_whole else None
 
     def __reduce__(self) -> tuple[Callable[..., "BlockSource"], tuple[Any, ...]]:
         return _source_again, (self._table, self._cache_bytes, self._what, self._facts, self._integers)
@@ -136,6 +140,9 @@ class BlockSource(Source):
     def read(self, indices: Indices, out: Any) -> None:
         """Reads records block by block: at hand first, then those to decode, then what others decode meanwhile."""
         check_indices(indices, len(self), where=f"{self._table.names[0]} ({len(self._table.names)} file(s))")
+        if self._whole is not None:
+            self._read_whole(self._whole, indices, out)
+            return
         block_of = self._block_of(indices)
         order = np.argsort(block_of, kind="stable")
         blocks, first = np.unique(block_of[order], return_index=True)
@@ -189,6 +196,24 @@ class BlockSource(Source):
             f"{self._num_bytes:,} bytes exceed cache_bytes; raise it, write smaller {self._what}, or open the "
             "table with braidax.data.as_arrow, which converts it once"
         )
+
+    def _read_whole(self, whole: Whole, indices: Indices, out: Any) -> None:
+        """Gathers records of all blocks at once, when theirs were decoded."""
+        if not whole.is_complete:
+            whole.bring(np.unique(self._block_of(indices)).tolist(), self._decode)
+        if not len(indices):
+            return
+        try:
+            for leaf in self._leaves:
+                fill(
+                    leaf, whole.columns[leaf.name], indices, out[leaf.name], records=indices, where=self._table.names[0]
+                )
+        except RecordError:
+            block_of = self._block_of(indices)
+            for index in np.unique(block_of).tolist():  # the record that raises is named by its file
+                places = np.flatnonzero(block_of == index)
+                self._fill(whole.group(index), index, indices[places] - self._starts[index], indices, places, out)
+            raise
 
     def _block_of(self, indices: Indices) -> NDArray[np.int64]:
         return np.searchsorted(self._starts, indices, side="right") - 1
