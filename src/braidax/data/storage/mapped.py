@@ -118,6 +118,7 @@ class Mapped(Memory):
         self._extent = int((self._origins + np.array(self.sizes)).max())
         self._by_address = np.argsort(self._origins)
         self._records: dict[int, NDArray[Any]] = {}
+        self._items: dict[np.dtype[Any], NDArray[Any]] = {}
         self._ahead = Warming()
         self._next_check = 0.0
 
@@ -159,6 +160,16 @@ class Mapped(Memory):
         place = array.ctypes.data - self._lowest
         file = int(self._files_of(np.array([place]))[0])
         return place if 0 <= place - self._origins[file] < self.sizes[file] else None
+
+    def items(self, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Returns a view `[n]` in which item `i` is the number at place `i * dtype.itemsize`: see `reading`.
+
+        Only what lies in the files may be read of it: between two files there may be nothing.
+        """
+        if dtype not in self._items:
+            count = self._extent // dtype.itemsize
+            self._items[dtype] = np.asarray(_Strided(self._lowest, count, dtype.itemsize, dtype.str, self._mappings))
+        return self._items[dtype]
 
     def gather(self, places: Places, out: NDArray[np.uint8]) -> None:
         width = out.shape[1]
@@ -228,7 +239,8 @@ class Mapped(Memory):
     def _as_records(self, width: int) -> NDArray[Any]:
         """Returns a view `[n]` in which record `i` is the `width` bytes from place `i` on."""
         if width not in self._records:
-            self._records[width] = np.asarray(_Overlapping(self._lowest, self._extent, width, self._mappings))
+            count = max(0, self._extent - width + 1)
+            self._records[width] = np.asarray(_Strided(self._lowest, count, 1, f"|V{width}", self._mappings))
         return self._records[width]
 
     def _files_of(self, places: Places) -> Places:
@@ -351,16 +363,16 @@ class Fetched(Memory):
         return Ranges(file, places - self._origins[file], lengths)
 
 
-class _Overlapping:
-    """Tells NumPy of records that begin at every byte; an index may only be one whose bytes are mapped."""
+class _Strided:
+    """Tells NumPy of items that begin every `stride` bytes; an index may only be one whose bytes are mapped."""
 
-    def __init__(self, address: int, extent: int, width: int, keep_alive: Sequence[mmap.mmap]) -> None:
+    def __init__(self, address: int, count: int, stride: int, kind: str, keep_alive: Sequence[mmap.mmap]) -> None:
         self.keep_alive = keep_alive
         self.__array_interface__ = {
             "data": (address, True),
-            "shape": (max(0, extent - width + 1),),
-            "strides": (1,),
-            "typestr": f"|V{width}",
+            "shape": (count,),
+            "strides": (stride,),
+            "typestr": kind,
             "version": 3,
         }
 

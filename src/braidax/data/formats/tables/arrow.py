@@ -12,7 +12,7 @@ from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES, Block, Block
 from braidax.data.formats.tables.columns import RAGGED, Leaf, with_lengths
 from braidax.data.formats.tables.direct import Direct, direct_leaf
 from braidax.data.formats.tables.huggingface import is_huggingface, read_folder, selected
-from braidax.data.formats.tables.ipc import Batch, Layout, inflated_bytes, read_layout
+from braidax.data.formats.tables.ipc import Batch, Layout, Starts, inflated_bytes, read_layout
 from braidax.data.formats.tables.schemas import opened, read_schema
 from braidax.data.formats.tables.tables import (
     arrow,
@@ -33,8 +33,6 @@ from braidax.spans import span
 
 SUFFIXES = frozenset({".arrow", ".feather", ".ipc"})
 
-_BUCKETS_PER_BATCH = 4
-
 
 class ArrowSource(Source, Sliced):
     """Records gathered straight from the buffers of uncompressed batches, mapped into memory or fetched by ranges.
@@ -51,12 +49,15 @@ class ArrowSource(Source, Sliced):
         self._narrow: Source | None = None  # whose files go when nothing holds it
         self._facts = dict(facts)
         rows = [[batch.num_rows for batch in layout.batches] for layout in layouts]
-        self._batches = _Starts([count for counts in rows for count in counts])
+        self._batches = Starts([count for counts in rows for count in counts])
         self._files = np.cumsum([0, *(sum(counts) for counts in rows)], dtype=np.int64)
         self._take(leaves)
 
     def _take(self, leaves: Sequence[Direct]) -> None:
+        from braidax.data.formats.tables.items import as_items  # not with `import braidax`
+
         self._leaves = list(leaves)
+        self._items, self._others = as_items(self._memory, self._leaves)
         self._sorted = sorted(leaves, key=lambda direct: direct.leaf.name)  # as in a PyTree
         self._spec = {direct.leaf.name: direct.leaf.spec(self._memory.names[0]) for direct in self._leaves}
 
@@ -85,15 +86,24 @@ class ArrowSource(Source, Sliced):
 
     def read(self, indices: Indices, out: Any) -> None:
         """Gathers records: one vectorized copy per leaf, however many batches and files they lie in."""
-        self._read(indices, [(direct, None, out[direct.leaf.name]) for direct in self._leaves])
+        batches, rows = self._located(indices)
+        others = self._others
+        if self._items is not None:
+            try:
+                self._items.read(batches, rows, out)
+            except RecordError:
+                others = self._leaves  # one of which names the file and the record
+        self._read(indices, batches, rows, [(direct, None, out[direct.leaf.name]) for direct in others])
 
     def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
         """Gathers parts of records likewise; leaves that are not wanted are not touched."""
         every = zip(self._sorted, boxes, out, strict=True)
-        self._read(indices, [part for part in every if part[1] is not None])
+        self._read(indices, *self._located(indices), [part for part in every if part[1] is not None])
 
     def prepare(self, indices: Indices) -> None:
         """Asks for the bytes of records ahead: of a local disk while it is what reads wait for, of a store always."""
+        if isinstance(self._memory, Mapped) and not self._memory.is_cold:
+            return
         batches, rows = self._batches.locate(indices)
         for direct in self._leaves:
             direct.prepare(self._memory, batches, rows)
@@ -120,9 +130,18 @@ class ArrowSource(Source, Sliced):
             "record batches": f"{len(self._batches):,}, not compressed: {kind}",
         }
 
-    def _read(self, indices: Indices, parts: Sequence[tuple[Direct, Box | None, NDArray[Any] | None]]) -> None:
+    def _located(self, indices: Indices) -> tuple[Indices, Indices]:
+        """Returns the batch of each record, and its number in the batch. **Raises:** as `check_indices`."""
         check_indices(indices, len(self), where=f"{self._memory.names[0]} ({len(self._memory.names)} file(s))")
-        batches, rows = self._batches.locate(indices)
+        return self._batches.locate(indices)
+
+    def _read(
+        self,
+        indices: Indices,
+        batches: Indices,
+        rows: Indices,
+        parts: Sequence[tuple[Direct, Box | None, NDArray[Any] | None]],
+    ) -> None:
         for direct, box, target in parts:
             assert target is not None, "a leaf that is wanted has a place"
             try:
@@ -146,31 +165,6 @@ class ArrowSource(Source, Sliced):
             one = slice(place, place + 1)
             records, where = (indices - self._files[file])[one], self._memory.names[int(file[place])]
             direct.read(self._memory, batches[one], rows[one], target[one], box=box, records=records, where=where)
-
-
-class _Starts:
-    """Finds the batch of a record: by a table of equal buckets of records, each of which few batches share."""
-
-    def __init__(self, rows: Sequence[int]) -> None:
-        self._starts = np.cumsum([0, *rows], dtype=np.int64)
-        num_records, num_batches = int(self._starts[-1]), len(rows)
-        self._shift = max(0, int(num_records / (num_batches * _BUCKETS_PER_BATCH)).bit_length() - 1)
-        buckets = np.arange(0, num_records + 1, 1 << self._shift)
-        self._first = np.searchsorted(self._starts, buckets, side="right") - 1
-        self._most = int(np.diff(np.append(self._first, num_batches - 1)).max(initial=0))  # batches that begin in one
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def locate(self, indices: Indices) -> tuple[Indices, Indices]:
-        """Returns the batch of each record, and its number in the batch."""
-        if self._most > _BUCKETS_PER_BATCH:
-            batches = np.searchsorted(self._starts, indices, side="right") - 1
-        else:
-            batches = self._first[indices >> self._shift]
-            for _ in range(self._most):
-                batches += self._starts[batches + 1] <= indices
-        return batches, indices - self._starts[batches]
 
 
 class ArrowTable(Blocks):

@@ -74,6 +74,16 @@ class DirectLeaf:
             return 0
         return self._layout.cut_dims(gap_bytes=memory.gap_bytes)
 
+    def items(self) -> Places | None:
+        """Returns which item, counted from place 0, the first record of each batch is, where records are items.
+
+        They are where each is one number, aligned to its size, and none is null. **Returns:** None elsewhere.
+        """
+        width = self.leaf.stored.itemsize
+        if self.leaf.kind != "number" or self._offsets is not None or self._stride != width or self.leaf.dims:
+            return None
+        return self._base // width if self._nulls.is_empty and not (self._base % width).any() else None
+
     def read(
         self,
         memory: Memory,

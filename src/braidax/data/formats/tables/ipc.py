@@ -6,12 +6,13 @@ it says where it was.
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.data.source import Indices
 from braidax.data.storage.files import Bytes
 from braidax.data.storage.mapped import Memory
 from braidax.errors import FormatError
@@ -25,6 +26,7 @@ _PAIR = np.dtype(("<i8", 2))
 _MAX_ROWS = 1 << 48
 _ALIGNMENT = 8  # of buffers
 _LENGTH = struct.Struct("<q")  # of a compressed buffer when decompressed, before it; -1 if it is not compressed
+_BUCKETS_PER_BATCH = 4
 _VERSIONS = (3, 4)  # V4 since Arrow 0.8, V5 since 1.0
 
 
@@ -51,6 +53,31 @@ class Layout(NamedTuple):
     schema: bytes
     batches: list[Batch]
     dictionaries: list[tuple[Batch, int]]
+
+
+class Starts:
+    """Finds the batch of a record: by a table of equal buckets of records, each of which few batches share."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self._starts = np.cumsum([0, *rows], dtype=np.int64)
+        num_records, num_batches = int(self._starts[-1]), len(rows)
+        self._shift = max(0, int(num_records / (num_batches * _BUCKETS_PER_BATCH)).bit_length() - 1)
+        buckets = np.arange(0, num_records + 1, 1 << self._shift)
+        self._first = np.searchsorted(self._starts, buckets, side="right") - 1
+        self._most = int(np.diff(np.append(self._first, num_batches - 1)).max(initial=0))  # batches that begin in one
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def locate(self, indices: Indices) -> tuple[Indices, Indices]:
+        """Returns the batch of each record, and its number in the batch."""
+        if self._most > _BUCKETS_PER_BATCH:
+            batches = np.searchsorted(self._starts, indices, side="right") - 1
+        else:
+            batches = self._first[indices >> self._shift]
+            for _ in range(self._most):
+                batches += self._starts[batches + 1] <= indices
+        return batches, indices - self._starts[batches]
 
 
 def read_layout(memory: Memory, file: int) -> Layout:
