@@ -1,5 +1,6 @@
 """The formats: what each is called, how it is told from the others, how it is opened, and which options it has."""
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -150,6 +151,18 @@ def _open_webdataset(files: Files, **options: Any) -> Source:
     from braidax.data.formats.records.webdataset import open_webdataset
 
     return open_webdataset(files, **options)
+
+
+def _parsed(function: Callable[..., Source]) -> Callable[..., Source]:
+    """Opens files of text, of which those that are tables of numbers are parsed once."""
+
+    def opened(files: Files, **options: Any) -> Source:
+        from braidax.data.formats.tables.parsed import parsed_once
+
+        told = {"format": function.__name__, **options}
+        return parsed_once(files, functools.partial(function, files, **options), told)
+
+    return opened
 
 
 def _open_megatron(look: Look, **options: Any) -> Source:
@@ -309,11 +322,11 @@ FILES = (
     ),
     Format("IDX (MNIST, also .gz)", _is_idx, _by_path(open_idx), is_single=True),
     Format("tokens (.bin, .tokens, llm.c)", _is_tokens, _open_tokens, _TOKENS),
-    Format("JSON Lines (.jsonl, .ndjson)", _is_jsonl, _by_files(open_jsonl), _COLUMNS, declares=True),
+    Format("JSON Lines (.jsonl, .ndjson)", _is_jsonl, _by_files(_parsed(open_jsonl)), _COLUMNS, declares=True),
     Format(
         "CSV (.csv, .tsv)",
         lambda look: look.suffix in (".csv", ".tsv"),
-        _by_files(open_csv),
+        _by_files(_parsed(open_csv)),
         _COLUMNS | {"delimiter"},
         declares=True,
     ),
