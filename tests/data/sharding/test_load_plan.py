@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from braidax.data.fetching.slots import Slots
+from braidax.data.sharding import load_plan
 from braidax.data.sharding.load_plan import LoadPlan, plan_load, replicate_on_device
 from braidax.data.workers.alignment import ALIGNMENT
 from braidax.errors import ArgumentError, SpecError
@@ -301,3 +302,59 @@ def test_a_batch_without_leaves_is_refused() -> None:
 def test_a_spec_that_does_not_fit_is_refused() -> None:
     with pytest.raises(SpecError, match="batch_size=12 is not divisible by 8"):
         plan_load({"x": jax.ShapeDtypeStruct((12,), np.int32)}, jax.make_mesh((8,), ("data",)), P("data"))
+
+
+def filled(plan: LoadPlan, batch: dict[str, Any]) -> list[jax.Array]:
+    memory = Slots(plan.num_bytes, keep=1).take()
+    for leaf, name in zip(plan.leaves, sorted(batch), strict=True):
+        leaf.fill(memory, batch[name])
+    return plan.arrays(memory)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_many_small_arrays_are_made_by_one_program(kind: AxisType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what they would be one by one, whatever JAX is told to look for, and large ones are not copied."""
+    mesh = Mesh(np.array(jax.devices()[3:4]), ("a",), axis_types=(kind,))
+    rows = np.arange(6)
+    odd = np.array([0x7FC00001, 0xFFC12345, 0x7F800001, 0, 0x80000000, 1], np.uint32).view(np.float32)
+    batch: dict[str, Any] = {
+        "bool": rows % 2 == 0,
+        "byte": rows.astype(np.int8),
+        "half": rows.astype(jnp.bfloat16),
+        "nan": odd,
+        "pair": np.stack([rows, -rows], axis=1).astype(np.int32),
+        "wide": np.ones((6, 1 << 14), np.float32),
+    }
+    spec = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in batch.items()}
+    plan = plan_load(spec, mesh, P("a"))
+    assert sorted(plan._small) == [0, 1, 2, 3, 4]
+    assert plan_load({name: spec[name] for name in ("bool", "byte", "half")}, mesh, P("a"))._small == {}
+    made: list[int] = []
+    real = load_plan._load_array
+    monkeypatch.setattr(load_plan, "_load_array", lambda leaf, memory: (made.append(1), real(leaf, memory))[1])
+    for option, alone in ((None, 1), ("jax_debug_nans", 6), ("jax_debug_infs", 6), ("jax_disable_jit", 6)):
+        made.clear()
+        if option:
+            jax.config.update(option, True)
+        try:
+            arrays = filled(plan, batch)
+        finally:
+            if option:
+                jax.config.update(option, False)
+        assert len(made) == alone
+        for leaf, name, array in zip(plan.leaves, sorted(batch), arrays, strict=True):
+            assert array.sharding == leaf.sharding
+            assert array.committed
+            assert np.asarray(array).tobytes() == batch[name].tobytes()
+            assert array.dtype == batch[name].dtype
+
+
+def test_small_arrays_of_several_devices_are_made_one_by_one() -> None:
+    spec = {name: jax.ShapeDtypeStruct((8,), np.int32) for name in "abcdef"}
+    meshes = [Mesh(np.array(jax.devices()[number : number + 1]), ("a",)) for number in range(2)]
+    specs = {name: NamedSharding(meshes[number % 2], P("a")) for number, name in enumerate(spec)}
+    plan = plan_load(spec, None, specs)
+    assert plan._small == {}
+    arrays = filled(plan, {name: np.arange(8, dtype=np.int32) for name in spec})
+    assert [array.sharding for array in arrays] == list(specs.values())
+    assert plan_load(spec, Mesh(np.array(jax.devices()), ("a",)), P("a"))._small == {}

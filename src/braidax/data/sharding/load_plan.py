@@ -6,13 +6,13 @@ Made once per (shapes, shardings).
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from braidax.data.sharding.leaf_plan import Bounds, Layout, LeafPlan, key_of
@@ -22,6 +22,9 @@ from braidax.data.sharding.specs import resolve_shardings, stacked
 from braidax.errors import ArgumentError
 
 Placed = Literal["devices", "host"]
+
+_FEW_BYTES = 1 << 16  # of an array: to make one takes JAX longer than to copy so many
+_MANY = 4  # such arrays are made by one call
 
 
 class Reading(NamedTuple):
@@ -121,7 +124,28 @@ class LoadPlan:
         """Returns the filled slot as load arrays, which keep `memory` alive while they use it; on the host NumPy's."""
         if self.placement == "host":
             return [leaf.slice(memory, next(iter(leaf.slices))) for leaf in self.leaves]
-        return [_load_array(leaf, memory) for leaf in self.leaves]
+        small = self._small if _may_compute() else {}
+        if not small:
+            return [_load_array(leaf, memory) for leaf in self.leaves]
+        views = [self.leaves[number].slice(memory, bounds) for number, bounds in small.items()]
+        copies = _copies(tuple(self.leaves[number].loading.sharding for number in small))(*views)
+        made = dict(zip(small, copies, strict=True))
+        return [
+            made[number] if number in made else _load_array(leaf, memory) for number, leaf in enumerate(self.leaves)
+        ]
+
+    @functools.cached_property
+    def _small(self) -> Mapping[int, Bounds]:
+        """The numbers of leaves that are few bytes on one device of the host, with their slices, if they are many."""
+        mesh = self.leaves[0].loading.sharding.mesh
+        found = {
+            number: bounds
+            for number, leaf in enumerate(self.leaves)
+            for bounds, devices in leaf.slices.items()
+            if leaf.loading.sharding.mesh == mesh and mesh.size == 1 and devices[0].platform == "cpu"
+            if math.prod(leaf.loading.shape) * leaf.dtype.itemsize <= _FEW_BYTES
+        }
+        return found if len(found) >= _MANY else {}
 
     def batch(self, arrays: Sequence[Any]) -> Any:
         """Makes the batch of load arrays: a PyTree of global arrays with the target shardings; of NumPy's, of these.
@@ -204,6 +228,22 @@ def _check_dtype(target: Target) -> None:
             f"leaf {target.path} of the batch has dtype={dtype}, which JAX would hold as {held}; convert it in the "
             f"source or in a transform, or set jax_enable_x64"
         )
+
+
+def _may_compute() -> bool:
+    """Says whether a program may have the data as they are: not where it is interpreted, or stops at NaN."""
+    config: Any = jax.config
+    return not (config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs)
+
+
+@functools.lru_cache(maxsize=64)
+def _copies(shardings: tuple[NamedSharding, ...]) -> Callable[..., Sequence[jax.Array]]:
+    """Returns a program that makes arrays of NumPy's, all by one call."""
+    return jax.jit(_same, out_shardings=shardings)
+
+
+def _same(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return arrays
 
 
 def _load_array(leaf: LeafPlan, memory: NDArray[np.uint8]) -> jax.Array:
