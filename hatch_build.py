@@ -21,6 +21,7 @@ SOURCES = tuple(
     for path in (
         "comm/transports/tcp_binding.c",
         "comm/transports/ucx_binding.c",
+        "data/storage/record_binding.c",
         "frame/moving/scatter_binding.c",
         "parallel/served/rows_binding.c",
     )
@@ -51,8 +52,8 @@ class BindingHook(BuildHookInterface[Any]):
             raise RuntimeError(f"{VARIABLE}=required, and the bindings in C cannot be compiled: {problem}")
         if problem is not None:
             self.app.display_warning(
-                "braidax is installed without the transport 'ucx', Python moves what 'tcp' sends, and NumPy splits the "
-                f"rows of frames and moves those of tables on servers: {problem}"
+                "braidax is installed without the transport 'ucx', Python decodes records and moves what 'tcp' sends, "
+                f"and NumPy splits the rows of frames and moves those of tables on servers: {problem}"
             )
             return
         self.app.display_info(f"braidax is built with {', '.join(built.name for built in BUILT)}")

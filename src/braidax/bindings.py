@@ -10,8 +10,12 @@ BINDINGS = {
     "ucx": "comm.transports.ucx_binding",
     "frame": "frame.moving.scatter_binding",
     "servers": "parallel.served.rows_binding",
+    "records": "data.storage.record_binding",
 }
-"""By what each is for: the module inside of `braidax`. The first two are transports; rows of frames, of servers."""
+"""By what each is for: the module inside of `braidax`.
+
+The first two are transports; then rows of frames, those of servers, and records of files.
+"""
 
 
 def import_binding(name: str) -> ModuleType | None:

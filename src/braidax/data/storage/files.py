@@ -1,7 +1,10 @@
 """The contract of storage: files that are read at random, many ranges of bytes at a time, by many threads."""
 
+import functools
 import json
+import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -87,3 +90,49 @@ class Files(Protocol):
     def open(self, number: int) -> IO[bytes]:
         """Opens one file to be read from its beginning on, as an index is built."""
         ...
+
+
+class Joined(NamedTuple):
+    """Records in one piece of memory.
+
+    **Fields:** `data`: uint8 `[bytes]`. `starts`, `lengths`: int64 `[n]`, where each begins there, and its bytes.
+    """
+
+    data: NDArray[np.uint8]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    def payloads(self, rows: Sequence[int] | None = None) -> list[Bytes]:
+        """Returns records as views, one by one. **Arguments:** `rows`: which ones, by default all."""
+        view, starts, stops = self.data.data, self.starts.tolist(), (self.starts + self.lengths).tolist()
+        return [view[starts[row] : stops[row]] for row in (range(len(starts)) if rows is None else rows)]
+
+
+@runtime_checkable
+class JoinedFiles(Protocol):
+    """Files that read into one piece of memory."""
+
+    def read_joined(self, ranges: Ranges) -> Joined:
+        """Returns the bytes of ranges, in their order. **Raises:** as `Files.read`."""
+        ...
+
+
+def joined(records: Sequence[Bytes]) -> Joined:
+    """Returns records that lie apart as one piece of memory."""
+    lengths = np.array([len(record) for record in records], np.int64)
+    return Joined(np.frombuffer(b"".join(records), np.uint8), np.cumsum(lengths) - lengths, lengths)
+
+
+def read_joined(files: Files, ranges: Ranges) -> Joined:
+    """Returns the bytes of ranges of files as one piece of memory. **Raises:** as `Files.read`."""
+    return files.read_joined(ranges) if isinstance(files, JoinedFiles) else joined(files.read(ranges))
+
+
+@functools.cache
+def compiled() -> ModuleType | None:
+    """Returns what is compiled, or None where it is not: Python then does the same in more time."""
+    if sys.byteorder != "little":
+        return None
+    from braidax.bindings import import_binding
+
+    return import_binding("braidax.data.storage.record_binding")

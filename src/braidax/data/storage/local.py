@@ -12,12 +12,13 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.storage.files import Bytes, Files, Ranges
+from braidax.data.storage.files import Bytes, Files, Joined, JoinedFiles, Ranges, compiled, joined
 from braidax.errors import FormatError, ReadError
 
 Stretch = tuple[int, int, int, int, int]  # file, offset, length, and which ranges lie in it, from and to
@@ -30,7 +31,7 @@ _COLD_FRACTION = 0.02  # of the ranges of a read
 _QUIET_WINDOWS = 8
 
 
-class LocalFiles(Files):
+class LocalFiles(Files, JoinedFiles):
     """Files on disks of this host, held open until nobody uses them any more.
 
     **Arguments:** `paths`: of the files, in order.
@@ -87,6 +88,23 @@ class LocalFiles(Files):
                             found[place] = data[start : start + lengths[place]]
         return found
 
+    def read_joined(self, ranges: Ranges) -> Joined:
+        reads = compiled()
+        if reads is None:
+            return joined(self.read(ranges))
+        stops = np.cumsum(ranges.length)
+        found = Joined(np.empty(stops[-1] if len(stops) else 0, np.uint8), stops - ranges.length, ranges.length)
+        order = np.lexsort((ranges.offset, ranges.file))
+        parts = [part[order] for part in (ranges.file, ranges.offset, ranges.length, found.starts)]
+        with self._ahead.watch(len(order)):
+            if self._ahead.is_cold:
+                self._ask_ahead(merged(Ranges(*parts[:3])))
+            borders = [0, *(np.flatnonzero(np.diff(parts[0])) + 1).tolist(), len(order)]
+            for first, stop in itertools.pairwise(borders if len(order) else ()):
+                file, offsets, lengths, starts = (part[first:stop] for part in parts)
+                self._read_each(reads, file, offsets, lengths, starts, found.data)
+        return found
+
     def prepare(self, ranges: Ranges) -> None:
         if self._ahead.is_cold:
             order = np.lexsort((ranges.offset, ranges.file))
@@ -100,6 +118,32 @@ class LocalFiles(Files):
             file.close()
             raise
         return file
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether reads wait for the disk, so that it helps to say ahead what will be read."""
+        return self._ahead.is_cold
+
+    def _read_each(
+        self,
+        reads: ModuleType,
+        files: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        data: NDArray[np.uint8],
+    ) -> None:
+        """Reads ranges of one file to where they are to begin in `data`."""
+        file, done = int(files[0]), 0
+        with self._opened(file) as descriptor:
+            while True:
+                done += reads.read(descriptor, offsets[done:], lengths[done:], starts[done:], data)
+                if done == len(offsets):
+                    return
+                offset, length, start = int(offsets[done]), int(lengths[done]), int(starts[done])
+                part = self._pread(descriptor, file, offset, length)  # which says what is wrong, or tries once more
+                data[start : start + length] = np.frombuffer(part, np.uint8)
+                done += 1
 
     def _check_unchanged(self, file: int, state: os.stat_result) -> None:
         if state.st_size != self._sizes[file] or str(state.st_mtime_ns) != self._stamps[file]:

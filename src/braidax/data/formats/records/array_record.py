@@ -74,6 +74,9 @@ class ArrayRecordSource(Source):
 
     def payloads(self, indices: Indices) -> list[bytes]:
         """Returns the bytes of records, int64 `[n]`, that are known to be there."""
+        wanted: list[int] = indices.tolist()
+        if len(self._readers) == 1 and len(set(wanted)) == len(wanted):
+            return self._read(0, wanted)
         found: list[bytes] = [b""] * len(indices)
         file_of = np.searchsorted(self._starts, indices, side="right") - 1
         for file in cast("list[int]", np.unique(file_of).tolist()):
@@ -159,8 +162,7 @@ class RawRecords(Decoder):
         return {RECORD: VARYING}
 
     def decode(self, payloads: Sequence[Bytes], indices: Indices, out: Any, where: Callable[[int], str]) -> None:
-        for i, payload in enumerate(payloads):
-            out[RECORD][i] = bytes(payload)
+        out[RECORD][:] = [bytes(payload) for payload in payloads]
 
 
 def open_array_record(files: Files, *, columns: Columns | None = None) -> ArrayRecordSource:

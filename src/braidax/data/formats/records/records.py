@@ -2,11 +2,12 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from braidax.data.formats.records.index import Index
 from braidax.data.source import Indices, Source, check_indices, listed, widened
-from braidax.data.storage.files import Bytes, Files, stamp_of_files
+from braidax.data.storage.files import Bytes, Files, Joined, read_joined, stamp_of_files
+from braidax.data.storage.local import LocalFiles
 from braidax.errors import FormatError
 from braidax.spans import span
 
@@ -32,6 +33,15 @@ class Decoder(Protocol):
         ...
 
 
+@runtime_checkable
+class WindowDecoder(Decoder, Protocol):
+    """A decoder that makes samples of a whole window at once."""
+
+    def decode_joined(self, records: Joined, indices: Indices, out: Any, where: Callable[[int], str]) -> None:
+        """Makes samples of records that lie in one piece of memory, as `decode`."""
+        ...
+
+
 class RecordSource(Source):
     """Samples that are ranges of bytes in files, local or remote.
 
@@ -47,6 +57,7 @@ class RecordSource(Source):
         self._files = files
         self._index = index
         self._decoder = decoder
+        self._decodes = "windows" if isinstance(decoder, WindowDecoder) else "records"
         self._facts = dict(facts)
         self._narrow: Source | None = None  # whose files go when nothing holds it
 
@@ -76,12 +87,19 @@ class RecordSource(Source):
             record = int(indices[number] - self._index.starts[file])
             return f"{self._files.names[file]}, record {record} (at byte {int(ranges.offset[number]):,})"
 
+        if self._decodes == "windows":
+            records = read_joined(self._files, ranges)
+            with span("decode", num_bytes=len(records.data)):
+                cast(WindowDecoder, self._decoder).decode_joined(records, indices, out, where)
+            return
         payloads = self._files.read(ranges)
         with span("decode", num_bytes=int(ranges.length.sum())):
             self._decoder.decode(payloads, indices, out, where)
 
     def prepare(self, indices: Indices) -> None:
         """Asks the storage to fetch the bytes of these records ahead."""
+        if isinstance(self._files, LocalFiles) and not self._files.is_cold:
+            return  # then there is no need to look up where they lie
         inside = indices[(indices >= 0) & (indices < len(self))]
         self._files.prepare(self._index.ranges(inside))
 

@@ -50,7 +50,8 @@ def open_tfrecord(files: Files, *, columns: Columns | None = None, cache: Path |
         return f"{files.names[int(ranges.file[row])]}, the record at byte {int(ranges.offset[row]):,}"
 
     message = functools.partial(_verified, crc=crc)
-    decoder = example_decoder(files.read(ranges), columns, message, where, name=files.names[0])
+    looked_at = files.read(ranges)
+    decoder = example_decoder(looked_at, columns, message, where, name=files.names[0], framing="checked")
     return RecordSource(files, index, decoder, {"format": "TFRecord"})
 
 

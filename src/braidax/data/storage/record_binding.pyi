@@ -1,0 +1,24 @@
+"""Reads and decodes windows of records in C. Raises `ValueError` for buffers that do not fit."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+def read(
+    file: int, offsets: NDArray[np.int64], lengths: NDArray[np.int64], starts: NDArray[np.int64], data: Any, /
+) -> int: ...
+def crc32c(data: Any, by_table: bool, /) -> int: ...
+def decode(
+    data: Any,
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    checked: bool,
+    names: tuple[bytes, ...],
+    kinds: bytes,
+    forms: bytes,
+    counts: NDArray[np.int64],
+    outs: tuple[NDArray[Any], ...],
+    plain: NDArray[np.uint8],
+    /,
+) -> None: ...
