@@ -1,5 +1,6 @@
 """Arrays that are stored in chunks, as columns of one table whose blocks are the rows of the largest chunks."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -58,6 +59,15 @@ class StoredArray(Protocol):
         """
         ...
 
+    def rows_into(self, pieces: Sequence[tuple[int, int]], outs: Sequence[NDArray[Any]]) -> None:
+        """Puts rows of numbers into place.
+
+        **Arguments:** `pieces`: start and stop of each. `outs`: of `dtype`, `[stop - start, *sample_shape]`, for each.
+        **Raises:** as `rows`.
+        """
+        for (start, stop), out in zip(pieces, outs, strict=True):
+            out[...] = self.rows(start, stop)
+
 
 Arrays = Mapping[str, StoredArray]
 
@@ -80,6 +90,7 @@ class ChunkedTable(Blocks):
         for name, others in zip(files.names, self._arrays, strict=True):
             self._check_alike(name, others)
         self._blocks = [block for file in range(len(files.names)) for block in self._blocks_of(file)]
+        self._starts = [0, *itertools.accumulate(block.num_rows for block in self._blocks)]
 
     def __reduce__(self) -> tuple[Callable[[], "ChunkedTable"], tuple[()]]:
         return self._again, ()
@@ -116,6 +127,25 @@ class ChunkedTable(Blocks):
         with span("decode", "chunks", num_bytes=block.num_bytes):
             arrays = self._arrays[block.file]
             return {leaf.name: _column_of(leaf, arrays[leaf.name].rows(start, stop)) for leaf in self._leaves}
+
+    def decode_into(self, indices: Sequence[int], leaves: Mapping[str, NDArray[Any]]) -> None:
+        """Decodes blocks on this thread, to where their rows lie.
+
+        **Arguments:** `indices`: of blocks, ascending. `leaves`: of all samples, `[num_samples, *sample_shape]`, by
+        name, of the dtypes that are stored. **Raises:** as `decode`.
+        """
+        blocks = [(self._starts[index], self._blocks[index]) for index in indices]
+        with span("decode", "chunks", num_bytes=sum(block.num_bytes for _, block in blocks)):
+            for file, group in itertools.groupby(blocks, key=lambda found: found[1].file):
+                held = list(group)
+                pieces = [(block.first_record, block.first_record + block.num_rows) for _, block in held]
+                for leaf in self._leaves:
+                    whole = leaves[leaf.name]
+                    outs = [whole[first : first + block.num_rows] for first, block in held]
+                    self._arrays[file][leaf.name].rows_into(pieces, outs)
+                    if whole.dtype == np.bool_:  # a damaged file may hold other bytes than 0 and 1
+                        for out in outs:
+                            np.not_equal(out.view(np.uint8), 0, out=out)
 
     def prepare(self, indices: Sequence[int]) -> None:
         """Does nothing: chunks are read when they are decoded."""

@@ -27,7 +27,8 @@ from braidax.data.formats.arrays.chunked import (
     one_length,
     refuse_unloadable,
 )
-from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES, BlockSource
+from braidax.data.formats.arrays.kept import chunks_source
+from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES
 from braidax.data.source import Source, listed
 from braidax.data.storage.files import Files
 from braidax.data.storage.local import LocalFiles
@@ -123,6 +124,25 @@ class _DataSet(StoredArray):
                 raise ValueError(f"the library of HDF5 gives {list(found.shape)}")
             return found
 
+    def rows_into(self, pieces: Sequence[tuple[int, int]], outs: Sequence[NDArray[Any]]) -> None:
+        chunks = self._chunks
+        if chunks is None or chunks.shape[1:] != self._shape[1:] or any(first % chunks.shape[0] for first, _ in pieces):
+            super().rows_into(pieces, outs)
+            return
+        step = chunks.shape[0]
+        numbers = [range(first // step, -(-stop // step)) for first, stop in pieces]
+        wanted = np.array(list(itertools.chain(*numbers)), np.int64)
+        places = np.asarray(np.searchsorted(chunks.numbers, wanted))
+        is_stored = np.append(chunks.numbers, -1)[places] == wanted
+        found = places[is_stored]
+        stored = self._mapped.slices(chunks.offsets[found] + int(self._mapped.origins[0]), chunks.lengths[found])
+        packed, known = iter(stored), iter(is_stored.tolist())
+        for (first, stop), inside, out in zip(pieces, numbers, outs, strict=True):
+            with _refusing(f"{self._where}, data set {self._name!r}, records {first} to {stop - 1}"):
+                for number in inside:
+                    part = out[number * step - first : (number + 1) * step - first]
+                    part[...] = _inflated(next(packed), chunks, self._dtype)[: len(part)] if next(known) else self._fill
+
     def _view(self) -> NDArray[Any] | None:
         offset = self._dataset.id.get_offset()
         if offset is None:  # nothing was written, or it lies in the header
@@ -213,7 +233,7 @@ def open_hdf5(files: Files, *, columns: Sequence[str] | None = None, cache_bytes
     if all(array.view is not None for held in arrays for array in held.values()):
         sources = [_direct(mapped, held, facts) for mapped, held in zip(every, arrays, strict=True)]
         return sources[0] if len(sources) == 1 else concat(sources)
-    return BlockSource(_table(every, arrays, columns), cache_bytes=cache_bytes, what="rows of chunks", facts=facts)
+    return chunks_source(_table(every, arrays, columns), cache_bytes=cache_bytes, facts=facts)
 
 
 def _direct(mapped: Mapped, arrays: dict[str, _DataSet], facts: dict[str, str]) -> ArraySource:
