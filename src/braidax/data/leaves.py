@@ -1,5 +1,6 @@
 """What samples share: which dtype a leaf gets, how rows of an array are copied into place under it, what is cut out."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -36,6 +37,20 @@ class Widened(Protocol):
     def widened(self) -> Any:
         """Returns the same samples with these integers as they are stored, for functions that run before a device."""
         ...
+
+
+def is_at_hand(source: Any) -> bool:
+    """Says whether the samples of a source are copied from memory, or from files mapped there, without waiting.
+
+    A source that may have them so says it by its `is_at_hand`: then a loader reads several batches at once.
+    """
+    return _may_be_at_hand(type(source)) and source.is_at_hand
+
+
+@functools.cache
+def _may_be_at_hand(kind: type[Any]) -> bool:
+    """Says whether a class of sources may have samples at hand; asked for every batch, and slow to find out."""
+    return hasattr(kind, "is_at_hand")
 
 
 def widened(source: Any) -> Any:
@@ -83,6 +98,8 @@ def too_wide(window: Any) -> str:
 
 def _joined(values: NDArray[Any]) -> NDArray[Any]:
     """Returns the integers of 64 bits of an object array of arrays, one behind the other; nothing of other values."""
+    if len(values) and isinstance(values[0], str | bytes):  # then all are
+        return np.empty(0, np.bool_)
     arrays = [value for value in values.tolist() if isinstance(value, np.ndarray)]
     if not arrays or arrays[0].dtype.kind not in "iu" or arrays[0].dtype.itemsize < 8:
         return np.empty(0, np.bool_)

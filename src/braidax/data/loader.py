@@ -34,7 +34,6 @@ from braidax.errors import ArgumentError, BraidaxError, WaitTimeout
 from braidax.spans import LaneTotal, Trace
 
 _LANES = {"wait": "wait", "read": "read", "decode": "decode", "collate": "collate", "transfer": "host-to-device"}
-
 _INTERRUPTED_SECONDS = 2.0  # which reads under way have to end after Ctrl-C
 
 
@@ -240,25 +239,27 @@ class DataLoader:
 
     def _stream(self, cursor: Cursor, end: int | None) -> Generator[tuple[Cursor, Any], None, None]:
         """Yields the batches from a cursor to the epoch `end`, each with the cursor behind it; others are in flight."""
+        from braidax.data.fetching import several
+
         knobs = self._knobs
         fetch = Fetch(self._plan, threads=self._threads, trace=self.trace, hedge_seconds=knobs.hedge_seconds)
         rounds = None if self._group is None else self._begin(self._group, cursor, knobs.timeout_seconds)
         coming: deque[tuple[Cursor, Cursor, Batch]] = deque()
         made: deque[tuple[Cursor, Any]] = deque()  # the next one too, where devices exchange: under the step
         num_made = 2 if self._plan.reshard.members else 1
-        ahead = cursor
-        self._fetch = fetch
+        ahead, self._fetch = cursor, fetch
         self._open.append(fetch)
         try:
             while True:
-                fetch.resize(threads=self._threads, prefetch=self._prefetch, read_bytes=self._knobs.read_bytes)
-                while len(coming) + len(made) < self._prefetch + num_made and (end is None or ahead.epoch < end):
-                    start, ahead = ahead, self._order.after(ahead)
-                    batch = fetch.start(functools.partial(self._draw, start))
-                    batch.confirmed = None if rounds is None else rounds.confirm(batch.future)
-                    coming.append((start, ahead, batch))
-                    if self._order.begins_window(start):
-                        fetch.run(self._order.look_ahead, start)
+                far = several.how_far(self.source, self._plan, self._knobs, self._prefetch, rounds)
+                fetch.resize(threads=self._threads, prefetch=far.in_flight, read_bytes=self._knobs.read_bytes)
+                most = far.in_flight + num_made - far.at_once
+                while len(coming) + len(made) <= most and (end is None or ahead.epoch < end):
+                    at_once = 1 if ahead == cursor else far.at_once  # the first one is waited for
+                    for start, after, batch in several.begin(fetch, self._order, ahead, self._draw, at_once=at_once):
+                        batch.confirmed = None if rounds is None else rounds.confirm(batch.future)
+                        coming.append((start, after, batch))
+                    ahead = coming[-1][1]
                 while coming and len(made) < num_made:
                     start, after, batch = coming.popleft()
                     made.append((after, self._made(fetch, rounds, start, batch)))
@@ -302,8 +303,8 @@ class DataLoader:
             return error
         return arrays if self._mask is None else self._mask.added(arrays, self._order.num_valid(cursor))
 
-    def _draw(self, cursor: Cursor) -> tuple[Source, NDArray[np.int64]]:
-        return self._source_at(cursor.seed, cursor.epoch), self._order.indices(cursor)
+    def _draw(self, cursor: Cursor, num_batches: int) -> tuple[Source, NDArray[np.int64]]:
+        return self._source_at(cursor.seed, cursor.epoch), self._order.indices(cursor, num_batches)
 
     @property
     def _threads(self) -> int:

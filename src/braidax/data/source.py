@@ -23,6 +23,7 @@ from braidax.data.leaves import allocate as allocate
 from braidax.data.leaves import batch_spec as batch_spec
 from braidax.data.leaves import check_indices as check_indices
 from braidax.data.leaves import gather as gather
+from braidax.data.leaves import is_at_hand as is_at_hand
 from braidax.data.leaves import is_varying as is_varying
 from braidax.data.leaves import listed as listed
 from braidax.data.leaves import loader_dtype as loader_dtype
@@ -217,26 +218,20 @@ def source_at(source: Source, seed: int | None, epoch: int) -> Source:
 
 def prepare(source: Source, indices: Indices) -> None:
     """Tells a source that can fetch ahead which samples will be read soon."""
-    if _is_prepared(type(source)):
+    if _offers(type(source), Prepared):
         cast(Prepared, source).prepare(indices)
 
 
 def prepare_slices(source: Source, indices: Indices, boxes: Sequence[Box | None]) -> None:
     """Tells a source that can fetch parts ahead which ones will be read soon."""
-    if _prepares_slices(type(source)):
+    if _offers(type(source), PreparedSlices):
         cast(PreparedSlices, source).prepare_slices(indices, boxes)
 
 
 @functools.cache
-def _prepares_slices(kind: type[Any]) -> bool:
-    """Says whether a class of sources can fetch parts ahead; asked for every batch, and slow to find out."""
-    return issubclass(kind, PreparedSlices)
-
-
-@functools.cache
-def _is_prepared(kind: type[Any]) -> bool:
-    """Says whether a class of sources can fetch ahead; asked for every batch, and slow to find out."""
-    return issubclass(kind, Prepared)
+def _offers(kind: type[Any], wanted: type[Any]) -> bool:
+    """Says whether a class of sources can do what a protocol has; asked for every batch, and slow to find out."""
+    return issubclass(kind, wanted)
 
 
 def read_samples(source: Source, indices: NDArray[np.int64], out: Any) -> None:
@@ -318,6 +313,11 @@ class ChosenRows(Wrapping, WrappingIntegers):
 
     def __len__(self) -> int:
         return len(self.places)
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether reads of the source inside are mere copies now."""
+        return is_at_hand(self.source)
 
     def inside(self, indices: Indices) -> Indices:
         """Returns the indices that samples have in the source inside."""

@@ -169,5 +169,8 @@ def test_a_window_is_computed_once_however_many_threads_ask(monkeypatch: pytest.
         asked = list(pool.map(ask, range(8)))
     assert made == [0]
     order.look_ahead(Cursor(0, 0, 0))
-    assert made == [0, 16384]
+    assert made == [0, 1024]
+    order.look_ahead(Cursor(0, 0, 1000))  # whose batch ends behind the first window
+    order.look_ahead(Cursor(0, 0, 20_000))
+    assert made == [0, 1024, 2048, 32768]
     assert asked == [order.indices(Cursor(0, 0, 100 * number)).tolist() for number in range(8)]

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +34,7 @@ _HEDGE_SECONDS = 0.05  # a read is never hedged earlier, unless told so
 _HEDGE_READS = 32  # nor before so many were seen
 _MAX_HEDGES = 8  # under way at once: a server that is slow for all must not get everything twice
 _VERDICT_SECONDS = 5.0  # which processes have, beyond the limit, to find out who kept them waiting
+_WIDE_SLOTS = 4  # for several batches each, that are kept for reuse
 _LATE_SECONDS = 1.0  # how long the end of a pass waits for reads whose hedges were first
 
 Draw = Callable[[], tuple[Source, NDArray[np.int64]]]
@@ -57,6 +58,8 @@ class Fetch:
         self._pace = _Pace(self._rows_of(_READ_BYTES), hedge_seconds)
         self._hedged: deque[_Read] = deque(maxlen=1024)
         self.num_hedges = 0
+        self._wide: tuple[int, Slots] | None = None
+        self._has_all_rows = len(self._local) == plan.batch_size
 
     def resize(self, *, threads: int, prefetch: int, read_bytes: int = _READ_BYTES) -> None:
         """Changes how many threads there are, how many free slots are kept, and what the next reads fill at most."""
@@ -76,6 +79,16 @@ class Fetch:
         batch = Batch()
         self._threads.run(self._begin, batch, draw)
         return batch
+
+    def start_several(self, draw: Draw, alone: Sequence[Draw]) -> "list[Batch]":
+        """Begins to fetch several full batches by one read, into memory that lasts as long as one of them.
+
+        **Arguments:** `draw`: returns the source and the samples of all, one batch behind the other. `alone`: draws
+        each, where that read fails.
+        """
+        batches = [Batch() for _ in alone]
+        self._threads.run(self._begin_several, batches, draw, alone)
+        return batches
 
     def run(self, work: Callable[..., None], *arguments: Any) -> None:
         """Queues a call that raises nothing."""
@@ -126,7 +139,10 @@ class Fetch:
                 for start, stop, boxes in self._plan.reads(self._plan.batch_size):
                     prepare_slices(batch.source, batch.indices[start:stop], boxes)
             else:
-                prepare(batch.source, batch.indices[self._local[: np.searchsorted(self._local, len(batch.indices))]])
+                wanted = batch.indices
+                if not self._has_all_rows:
+                    wanted = wanted[self._local[: np.searchsorted(self._local, len(wanted))]]
+                prepare(batch.source, wanted)
             least = -(-len(self._local) // (_READS_EACH * self._threads.num_threads))
             reads = [_Read(reading) for reading in self._plan.reads(self._pace.num_rows(least))]
         except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
@@ -145,6 +161,29 @@ class Fetch:
             return
         for read in reads:  # all behind those of batches that began before: these are wanted first
             self._threads.run(self._fill, batch, read)
+
+    def _begin_several(self, batches: "Sequence[Batch]", draw: Draw, alone: Sequence[Draw]) -> None:
+        number, num_bytes = len(batches), self._plan.num_bytes
+        try:
+            source, indices = draw()
+            memory = self._wide_slots(number).take()
+            with self._trace.active(), span("read", num_bytes=number * num_bytes):
+                parts = self._plan.rows_of_several(memory, number)
+                for wanted, rows in zip(np.split(indices, len(parts)), parts, strict=True):
+                    read_samples(source, wanted, jax.tree.unflatten(self._plan.structure, rows))
+        except BaseException:  # noqa: BLE001 (it is raised again by the read of a batch that has the record)
+            for batch, one in zip(batches, alone, strict=True):
+                self._begin(batch, one)
+            return
+        for place, batch in enumerate(batches):
+            batch.memory = memory[place * num_bytes : (place + 1) * num_bytes]
+            self._finish(batch)
+
+    def _wide_slots(self, number: int) -> Slots:
+        """Returns slots that hold so many batches."""
+        if self._wide is None or self._wide[0] < number:
+            self._wide = number, Slots(number * self._plan.num_bytes, keep=_WIDE_SLOTS)
+        return self._wide[1]
 
     def _hedge(self, batch: "Batch") -> None:
         late = time.monotonic() - self._pace.hedge_seconds

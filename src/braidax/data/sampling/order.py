@@ -12,7 +12,8 @@ from braidax.errors import ArgumentError
 Remainder = Literal["drop", "pad"]
 
 _WINDOW = 1 << 14  # indices computed at a time: for a single batch NumPy's cost per call would outweigh the work
-_MAX_WINDOWS = 4  # kept
+_FIRST_WINDOW = 1 << 10  # where an epoch begins, and somebody waits for the first batch; each that follows is larger
+_MAX_WINDOWS = 8  # kept
 
 
 class Cursor(NamedTuple):
@@ -81,36 +82,39 @@ class Order:
         """Returns how many samples the batch at a settled cursor has: `batch_size`, or fewer at a padded end."""
         return min(self.batch_size, self.num_samples - cursor.position)
 
-    def indices(self, cursor: Cursor) -> NDArray[np.int64]:
-        """Returns the indices of the batch at a settled cursor: int64 `[num_valid]`. Any thread may ask."""
-        stop = cursor.position + self.num_valid(cursor)
+    def indices(self, cursor: Cursor, num_batches: int = 1) -> NDArray[np.int64]:
+        """Returns the indices of the batch at a settled cursor: int64 `[num_valid]`. Any thread may ask.
+
+        **Arguments:** `num_batches`: of several batches one behind the other, where all of them are full.
+        """
+        place, stop = cursor.position, cursor.position + self.num_valid(cursor) + (num_batches - 1) * self.batch_size
         parts: list[NDArray[np.int64]] = []
-        for number in range(cursor.position // _WINDOW, -(-stop // _WINDOW)):
-            first = number * _WINDOW
-            window = self._window(cursor, number)
-            parts.append(window[max(cursor.position - first, 0) : stop - first])
+        while place < stop:
+            start, end = _window_at(place)
+            parts.append(self._window(cursor, start)[place - start : stop - start])
+            place = end
         return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)
 
     def begins_window(self, cursor: Cursor) -> bool:
         """Says whether the batch at a settled cursor is the first to begin in its window of indices."""
-        return cursor.position % _WINDOW < self.batch_size
+        return cursor.position - _window_at(cursor.position)[0] < self.batch_size
 
     def look_ahead(self, cursor: Cursor) -> None:
-        """Computes the indices of the window behind that of a settled cursor, so that no batch has to wait for them."""
-        number = cursor.position // _WINDOW + 1
-        if number * _WINDOW < self.num_samples:
-            self._window(cursor, number)
+        """Computes the indices of the window behind the batch at a settled cursor, so that none waits for them."""
+        start = _window_at(cursor.position + self.num_valid(cursor) - 1)[1]
+        if start < self.num_samples:
+            self._window(cursor, start)
 
-    def _window(self, cursor: Cursor, number: int) -> NDArray[np.int64]:
-        key = (cursor.seed, cursor.epoch, number)
+    def _window(self, cursor: Cursor, start: int) -> NDArray[np.int64]:
+        key = (cursor.seed, cursor.epoch, start)
         window = self._windows.get(key)
         if window is not None:
             return window
         with self._lock:  # one thread computes, those that need it too wait
             if key not in self._windows:
                 permutation = Permutation(self.num_samples, seed=cursor.seed, epoch=cursor.epoch)
-                stop = min((number + 1) * _WINDOW, self.num_samples)
-                self._windows[key] = permutation(np.arange(number * _WINDOW, stop, dtype=np.int64))
+                stop = min(_window_at(start)[1], self.num_samples)
+                self._windows[key] = permutation(np.arange(start, stop, dtype=np.int64))
                 if len(self._windows) > max(_MAX_WINDOWS, self.batch_size // _WINDOW + 2):
                     del self._windows[next(iter(self._windows))]
             return self._windows[key]
@@ -118,3 +122,11 @@ class Order:
     def after(self, cursor: Cursor) -> Cursor:
         """Returns the settled cursor behind the batch at a settled cursor."""
         return self.settle(cursor._replace(position=cursor.position + self.num_valid(cursor)))
+
+
+def _window_at(position: int) -> tuple[int, int]:
+    """Returns where the window begins and ends that has a position of an epoch."""
+    if position < _FIRST_WINDOW:
+        return 0, _FIRST_WINDOW
+    start = position // _WINDOW * _WINDOW if position >= _WINDOW else 1 << (position.bit_length() - 1)
+    return start, start + min(max(start, 1), _WINDOW)

@@ -93,6 +93,26 @@ class LoadPlan:
             ]
         return found
 
+    @functools.cached_property
+    def is_one_read(self) -> bool:
+        """Whether this process reads all rows of a batch as whole samples, in one piece of every leaf."""
+        whole = [(0, self.batch_size, leaf.whole) for leaf in self.leaves]
+        return self.form == "samples" and whole == [
+            (leaf.rows[0].start, leaf.rows[0].stop, leaf.rows[0].box) if len(leaf.rows) == 1 else None
+            for leaf in self.leaves
+        ]
+
+    def rows_of_several(self, memory: NDArray[np.uint8], number: int) -> list[list[NDArray[Any] | None]]:
+        """Returns where so many batches, each of one read, put their rows in slots that lie one behind the other.
+
+        **Returns:** the leaves of each batch; where there is nothing but one leaf, that of all batches in one piece.
+        """
+        leaf = self.leaves[0]
+        if len(self.leaves) == 1 and self.num_bytes == self.batch_size * self.sample_bytes and not leaf.rows[0].offset:
+            return [[np.ndarray((number * self.batch_size, *leaf.sample_shape), leaf.dtype, memory.data)]]
+        slots = [memory[place * self.num_bytes : (place + 1) * self.num_bytes] for place in range(number)]
+        return [self.rows(slot, self._stretches[0]) for slot in slots]
+
     def local_rows(self) -> NDArray[np.bool_]:
         """Returns which rows of a batch this process reads something of, `[batch_size]`."""
         found = np.zeros(self.batch_size, np.bool_)

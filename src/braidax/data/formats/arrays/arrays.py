@@ -94,6 +94,11 @@ class ArraySource(Source, Sliced):
         """All dims of each leaf."""
         return [layout.cut_dims(gap_bytes=0) for layout in self._layouts.values()]
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether reads are mere copies now, and wait for no disk."""
+        return self._mapped is None or not self._mapped.is_cold
+
     def read(self, indices: Indices, out: Any) -> None:
         """Copies rows into place: one vectorized copy per leaf."""
         self.read_slices(indices, list(self._whole.values()), [out[name] for name in self._layouts])

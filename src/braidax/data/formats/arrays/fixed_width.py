@@ -14,7 +14,7 @@ from braidax.data.formats.arrays.arrays import ArraySource
 from braidax.data.formats.arrays.npy import HEAD_BYTES, npy_layout
 from braidax.data.formats.arrays.record_layout import RecordLayout, read_boxes
 from braidax.data.leaves import Integers
-from braidax.data.source import Box, Indices, Sliced, Source, check_indices, listed, loader_dtype
+from braidax.data.source import Box, Indices, Sliced, Source, check_indices, gather, listed, loader_dtype
 from braidax.data.storage.files import Files, Ranges, stamp_of_files
 from braidax.data.storage.inflate import Inflated
 from braidax.data.storage.local import LocalFiles
@@ -70,6 +70,7 @@ class FixedSource(Source, Sliced):
             raise FormatError(f"{self._where}: holds 0 samples; expected at least one")
         self._spec = jax.ShapeDtypeStruct(shape, loader_dtype(dtype, where=files.names[0], leaf=leaf))
 
+        self._array = self._as_array()
         self._integers: Integers = "loaded"
         self._narrow: Source | None = None  # whose files go when nothing holds it
 
@@ -98,8 +99,20 @@ class FixedSource(Source, Sliced):
         """All dims of the leaf; where ranges are fetched, those along which a cut saves fetching."""
         return [self._layout.cut_dims(gap_bytes=self._memory.gap_bytes)]
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether reads are mere copies now, and wait for no disk."""
+        return isinstance(self._memory, Mapped) and not self._memory.is_cold
+
     def read(self, indices: Indices, out: Any) -> None:
         """Copies the records of a window: one vectorized gather, or one fetch of all their ranges."""
+        array, memory = self._array, self._memory
+        if array is not None and isinstance(memory, Mapped):
+            check_indices(indices, len(self), where=self._where)
+            num_bytes = np.int64(self._layout.num_bytes)
+            with memory.reading_found(len(indices), lambda: [(self._places(indices), num_bytes)]):
+                gather(array, indices, out[self._leaf], where=self._where, leaf=self._leaf)
+            return
         self.read_slices(indices, [self._layout.whole], [out[self._leaf]])
 
     def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
@@ -125,6 +138,8 @@ class FixedSource(Source, Sliced):
 
     def prepare_slices(self, indices: Indices, boxes: Sequence[Box | None]) -> None:
         """Asks the storage to fetch parts of records ahead."""
+        if self.is_at_hand:
+            return
         inside, (box,) = indices[(indices >= 0) & (indices < len(self))], boxes
         if box is not None:
             runs = self._layout.runs(box)
@@ -144,6 +159,13 @@ class FixedSource(Source, Sliced):
             "samples": f"{len(self):,}",
             "bytes": f"{len(self) * self._layout.num_bytes:,}",
         }
+
+    def _as_array(self) -> NDArray[Any] | None:
+        """Returns all records as one array, where they lie in one file that is mapped."""
+        if not isinstance(self._memory, Mapped) or len(self._runs) != 1:
+            return None
+        (run,), (shape, dtype) = self._runs, self._layout
+        return np.ndarray((run.num_records, *shape), dtype, self._memory.array(0), run.offset)
 
     def _places(self, indices: Indices) -> Indices:
         file = np.searchsorted(self._starts, indices, side="right") - 1

@@ -1,0 +1,64 @@
+"""Small batches that are at hand are read several at a time: to hand each over takes as long as to copy its samples."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.data.fetching.fetch import Batch, Fetch
+from braidax.data.knobs import Knobs
+from braidax.data.multihost.rounds import Rounds
+from braidax.data.sampling.order import Cursor, Order
+from braidax.data.sharding.load_plan import LoadPlan
+from braidax.data.source import Source, is_at_hand
+
+_MOST_BYTES = 4 << 20  # of batches that are read at once
+_MOST = 8
+_STRETCHES = 3  # in flight: two that are read, one that is used
+
+Draw = Callable[[Cursor, int], tuple[Source, NDArray[np.int64]]]
+"""Returns the source, and the samples of so many batches from a cursor on."""
+
+
+class Ahead(NamedTuple):
+    """How far to run ahead. **Fields:** `at_once`: batches that are read at once. `in_flight`: batches."""
+
+    at_once: int
+    in_flight: int
+
+
+def how_far(source: Source, plan: LoadPlan, knobs: Knobs, prefetch: int, rounds: Rounds | None) -> Ahead:
+    """Returns how far a loader runs ahead now.
+
+    **Arguments:** `prefetch`: batches in flight, where each is read by itself. `rounds`: of several processes.
+    """
+    most = min(_MOST, _MOST_BYTES // max(plan.num_bytes, 1))
+    if rounds is not None or most < 2 or not plan.is_one_read or knobs.hedge_seconds == 0 or not is_at_hand(source):
+        return Ahead(1, prefetch)
+    if knobs.prefetch is None:
+        prefetch = max(prefetch, min(_STRETCHES * most, knobs.max_bytes // plan.num_bytes))
+    return Ahead(max(1, min(most, prefetch // _STRETCHES)), prefetch)
+
+
+def begin(
+    fetch: Fetch, order: Order, cursor: Cursor, draw: Draw, *, at_once: int
+) -> Iterator[tuple[Cursor, Cursor, Batch]]:
+    """Begins to fetch the next batches, of one epoch. **Returns:** where each starts, the place behind it, the batch.
+
+    **Arguments:** `cursor`: a settled one. `at_once`: how many, as far as the epoch has full ones.
+    """
+    at_once = min(at_once, (order.num_samples - cursor.position) // order.batch_size)
+    cursors = [cursor]
+    while len(cursors) <= max(1, at_once):
+        cursors.append(order.after(cursors[-1]))
+    draws = [functools.partial(draw, start, 1) for start in cursors[:-1]]
+    if at_once > 1:
+        batches = fetch.start_several(functools.partial(draw, cursor, at_once), draws)
+    else:
+        batches = [fetch.start(draws[0])]
+    for start in cursors[:-1]:
+        if order.begins_window(start):
+            fetch.run(order.look_ahead, start)
+    yield from zip(cursors[:-1], cursors[1:], batches, strict=True)

@@ -1,0 +1,146 @@
+"""Batches that are read several at once: the same ones, each with its own error, where samples are at hand."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import braidax.data as data
+from braidax.data.fetching import several
+from braidax.data.formats.arrays.arrays import ArraySource, from_arrays
+from braidax.data.knobs import Knobs
+from braidax.data.loader import DataLoader
+from braidax.data.sampling.order import Cursor
+from braidax.errors import RecordError
+from tests.support.data.numbered import Numbers, reading_threads
+
+NUM_SAMPLES = 1000
+
+
+@pytest.fixture(params=["one leaf", "two leaves", "odd rows"])
+def arrays(request: pytest.FixtureRequest) -> dict[str, np.ndarray]:
+    rows = np.arange(NUM_SAMPLES * 16, dtype=np.int32).reshape(NUM_SAMPLES, 16)
+    if request.param == "odd rows":
+        return {"x": rows.astype(np.uint8)[:, :3].copy()}
+    return {"x": rows} if request.param == "one leaf" else {"x": rows, "y": np.arange(NUM_SAMPLES, dtype=np.float32)}
+
+
+def batches(loader: DataLoader) -> list[dict[str, Any]]:
+    return [{name: np.asarray(leaf).tolist() for name, leaf in batch.items()} for batch in loader]
+
+
+def reads_of(source: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Notes how many samples each read asks for."""
+    found: list[int] = []
+    read = type(source).read
+
+    def noted(self: Any, indices: np.ndarray, out: Any) -> None:
+        found.append(len(indices))
+        read(self, indices, out)
+
+    monkeypatch.setattr(type(source), "read", noted)
+    return found
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("start", [Cursor(), Cursor(3, 1, 62)])
+def test_batches_are_those_that_are_read_one_by_one(
+    arrays: dict[str, np.ndarray], remainder: Any, start: Cursor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [
+        DataLoader(from_arrays(arrays), batch_size=31, epochs=2, remainder=remainder, knobs=knobs)
+        for knobs in (Knobs(threads=3), Knobs(threads=2, prefetch=1))
+    ]
+    for loader in made:
+        loader.cursor = start
+    found = reads_of(made[0].source, monkeypatch)
+    first = batches(made[0])
+    if len(arrays) == 1 and len(arrays["x"][0]) == 16:
+        assert max(found) == 8 * 31
+    found.clear()
+    assert first == batches(made[1])
+    assert max(found) == 31
+    assert made[0].cursor == made[1].cursor
+    assert reading_threads() == []
+
+
+def test_it_resumes_amid_what_was_read_at_once(arrays: dict[str, np.ndarray]) -> None:
+    loader = DataLoader(from_arrays(arrays), batch_size=20, seed=5)
+    whole = batches(loader)
+    loader.cursor = Cursor(5, 0, 0)
+    for number, batch in enumerate(loader):
+        assert np.asarray(batch["x"]).tolist() == whole[number]["x"]
+        if number == 12:
+            break
+    assert batches(loader) == whole[13:]
+
+
+def test_an_error_comes_at_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.zeros((NUM_SAMPLES, 16), np.int64)
+    loader = DataLoader(from_arrays({"x": values}), batch_size=20)
+    coming = loader.peek(50)
+    values[coming[30][7]] = 2**40
+    found, got = reads_of(loader.source, monkeypatch), 0
+    with pytest.raises(RecordError, match=rf"record {coming[30][7]}: leaf 'x' holds 1099511627776"):
+        for _ in loader:
+            got += 1
+    assert got == 30
+    assert loader.cursor.position == 30 * 20
+    assert 160 in found
+    assert found.count(20) >= 8  # the first one, and those beside the bad one
+    values[:] = 1
+    assert len(batches(loader)) == 20
+
+
+def test_who_is_read_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where a ledger of skipped records would lie
+    np.save(tmp_path / "a.npy", np.zeros((64, 256), np.float32))
+    for number in range(2):
+        np.save(tmp_path / f"b{number}.npy", np.zeros((64, 256), np.float32))
+    quick = data.open(tmp_path / "a.npy")
+
+    def at_once(source: Any, batch_size: int = 8, **options: Any) -> several.Ahead:
+        loader = DataLoader(source, batch_size=batch_size, **options)
+        return several.how_far(loader.source, loader._plan, loader.knobs, loader._prefetch, None)
+
+    assert at_once(quick) == (8, 24)
+    assert at_once(data.open(str(tmp_path / "b*.npy"))) == (8, 24)
+    assert at_once(quick[5:40]) == (8, 24)
+    assert at_once(quick, knobs=Knobs(max_bytes=12 * 8 * 1024)) == (4, 12)
+    assert at_once(quick, knobs=Knobs(prefetch=7)) == (2, 7)
+    assert at_once(quick, knobs=Knobs(prefetch=2)) == (1, 2)
+    assert at_once(quick, knobs=Knobs(prefetch=0)) == (1, 0)
+    assert at_once(quick, knobs=Knobs(hedge_seconds=0)) == (1, 2)
+    assert at_once(quick, on_error="skip") == (1, 2)
+    assert at_once(data.mapped(quick, lambda window: window)) == (1, 2)
+    assert at_once(Numbers(64)) == (1, 2)
+    large = np.zeros((8, 1 << 20), np.uint8)
+    assert at_once(from_arrays({"x": large}), 1) == (4, 12)
+    assert at_once(from_arrays({"x": large}), 3) == (1, 2)
+
+
+def test_a_disk_that_is_waited_for_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "a.npy", np.arange(NUM_SAMPLES, dtype=np.int32))
+    loader = DataLoader(tmp_path / "a.npy", batch_size=16)
+    assert isinstance(loader.source, ArraySource)
+    found = reads_of(loader.source, monkeypatch)
+    monkeypatch.setattr(ArraySource, "is_at_hand", property(lambda self: sum(found) < 200))
+    for _ in loader:
+        pass
+    assert max(found) == 8 * 16
+    assert set(found[-20:]) == {16}
+
+
+def test_stacks_of_microbatches_and_many_devices_are_the_same(arrays: dict[str, np.ndarray]) -> None:
+    mesh = jax.make_mesh((8,), ("data",))
+    spec = jax.sharding.PartitionSpec("data")
+    alone = Knobs(prefetch=1)
+    ways: list[dict[str, Any]] = [
+        {"mesh": mesh, "specs": spec, "batch_size": 24},
+        {"batch_size": 24, "microbatches": 3},
+    ]
+    for options in ways:
+        made = [DataLoader(from_arrays(arrays), **options, knobs=knobs) for knobs in (Knobs(), alone)]
+        assert batches(made[0]) == batches(made[1])
