@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
@@ -22,7 +23,7 @@ from jax._src.lru_cache import LRUCache
 
 pytest.register_assert_rewrite("tests.support")  # what it asserts says what it compared; before any of it is imported
 
-from tests.support.suite_time import SuiteTime, begin_long_ones_first  # noqa: E402 (behind what rewrites it)
+from tests.support.suite_time import BySharedGangs, SuiteTime, begin_long_ones_first  # noqa: E402 (behind what rewrites it)
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 QUICK = "not slow and not gpu"  # what runs where nothing else is asked for
@@ -89,6 +90,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Orders files, where several processes share them."""
     if hasattr(config, "workerinput"):
         begin_long_ones_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Says which process runs which tests, where several share them by file."""
+    return BySharedGangs(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

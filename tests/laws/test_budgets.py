@@ -6,7 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.support.suite_time import BUDGET_SECONDS, LONG_FILES, SAME_GANGS, begin_long_ones_first, over_budget
+from tests.support.suite_time import (
+    BUDGET_SECONDS,
+    LONG_FILES,
+    SAME_GANGS,
+    begin_long_ones_first,
+    over_budget,
+    run_by_one,
+)
 from tests.support.tree import ROOT, SRC, Definition, decorators, definitions, imports, is_dunder, modules
 
 MAX_FILE_LINES = 400
@@ -232,6 +239,12 @@ def test_files_that_share_gangs_come_one_after_the_other() -> None:
     items: Any = [SimpleNamespace(location=(path, number, "")) for number, path in enumerate(paths)]
     begin_long_ones_first(items)
     assert [item.location[1] for item in items] == [6, 4, 5, 3, 0, 1, 2]
+
+
+def test_one_process_has_all_files_that_share_gangs() -> None:
+    disk, apart = "tests/parallel/served/test_disk.py::test_a[1]", "tests/parallel/workers/test_apart.py::test_b"
+    assert run_by_one(disk) == run_by_one(apart) == "tests/parallel/served/"
+    assert run_by_one("tests/parallel/test_plan.py::test_c") == "tests/parallel/test_plan.py"
 
 
 def test_a_folder_over_its_budget_is_found() -> None:

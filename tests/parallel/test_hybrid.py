@@ -30,6 +30,7 @@ from tests.support.parallel.hybrid import (
     make_step,
     placed,
     pooled,
+    pooled_by,
     tied,
 )
 from tests.support.parallel.models import assert_close, copied, make_mesh, recorded_events, single_device
@@ -42,7 +43,7 @@ SLOW = pytest.mark.slow  # a case like others, which is compiled and run nightly
     "optimizer", [name if name == "sgd" else pytest.param(name, marks=SLOW) for name in OPTIMIZERS]
 )
 def test_every_optimizer(optimizer: str) -> None:
-    step = make_step(pooled, OPTIMIZERS[optimizer])
+    step = pooled_by(optimizer)
     assert placed(step) == {
         "params/kernel": {"replicated"},
         "params/narrow": {"replicated"},
@@ -119,7 +120,7 @@ def test_microbatches(loss: str) -> None:
 
 
 def test_tables_are_born_and_kept_in_parts() -> None:
-    step = make_step(pooled, OPTIMIZERS["adam"])
+    step = pooled_by("adam")
     state = step.init(jax.random.key(0))
     for name in ("table", "other"):
         num_rows = -(-state.params[name].size // (8 * WIDTH))
@@ -158,7 +159,7 @@ def test_memory_does_not_grow_with_the_table() -> None:
 
 
 def test_an_update_compiles_once() -> None:
-    step = make_step(pooled, OPTIMIZERS["sgd"])  # what test_every_optimizer has compiled
+    step = pooled_by("sgd")
     state = step.init(jax.random.key(0))
     with jax.log_compiles(False):
         for seed in range(3):
@@ -292,7 +293,7 @@ def test_overrides() -> None:
 
 
 def test_the_plan_survives_json() -> None:
-    plan = make_step(pooled, OPTIMIZERS["sgd"]).plan
+    plan = pooled_by("sgd").plan
     assert bx.Plan.from_json(plan.to_json()) == plan
 
 

@@ -20,6 +20,7 @@ from tests.support.parallel.hybrid import (
     make_step,
     placed,
     pooled,
+    pooled_by,
 )
 from tests.support.parallel.models import assert_close, copied, on_one_device, single_device
 
@@ -61,7 +62,7 @@ def test_ten_updates_equal_one_device(name: str, mesh: str, strategies: Any, lim
 
 def test_some_gradients_are_longer_than_the_limit_and_some_are_not() -> None:
     """In the training of the test above; and the rows alone are not, so that it matters that all count."""
-    step, norms = make_step(pooled, clipped("sgd")), list[tuple[float, float]]()
+    step, norms = pooled_by("sgd"), list[tuple[float, float]]()
     state = step.init(jax.random.key(3))
     params, key = on_one_device((as_dense(step, state.params), state.key))
     opt_state = clipped("sgd").init(params)

@@ -14,7 +14,6 @@ from braidax.parallel.compute.late_checks import LATE_UPDATES
 from braidax.parallel.rows import row_adagrad
 from braidax.program import compile_on
 from tests.support.parallel.hybrid import (
-    HYBRID,
     OPTIMIZERS,
     ROWS,
     as_dense,
@@ -24,6 +23,7 @@ from tests.support.parallel.hybrid import (
     make_step,
     placed,
     pooled,
+    pooled_by,
     sampled,
     scanned,
 )
@@ -234,4 +234,4 @@ def test_strategies_show_what_they_were_given() -> None:
 def test_the_plan_of_options_survives_json() -> None:
     plan = make_step(sampled, OPTIMIZERS["sgd"], "4x2 auto", strategies=BOTH).plan
     assert bx.Plan.from_json(plan.to_json()) == plan
-    assert make_step(pooled, OPTIMIZERS["sgd"], strategies=HYBRID).plan != plan
+    assert pooled_by("sgd").plan != plan

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 BUDGET_SECONDS: dict[str, int] = {
     "checkpoint": 42,
@@ -75,7 +76,7 @@ LONG_FILES = (
 
 SAME_GANGS = ("tests/parallel/served/", "tests/parallel/workers/", "tests/parallel/test_processes.py")
 """Files whose tests share gangs of servers, which end when a test elsewhere follows: they begin even before, one after
-the other. With others in between, each of them starts servers of its own, which takes it 2 s of a CPU a server."""
+the other, in one process. Each process that has some of them starts servers of its own, which compile what they run."""
 
 
 def begin_long_ones_first(items: list[pytest.Item]) -> None:
@@ -91,6 +92,18 @@ def begin_long_ones_first(items: list[pytest.Item]) -> None:
         return not path.startswith(SAME_GANGS), path not in LONG_FILES, -num_tests[path], path
 
     items.sort(key=order)
+
+
+def run_by_one(nodeid: str) -> str:
+    """Returns what a process runs all of, once it runs one of its tests: `SAME_GANGS`, or the file of a test."""
+    return SAME_GANGS[0] if nodeid.startswith(SAME_GANGS) else nodeid.partition("::")[0]
+
+
+class BySharedGangs(LoadFileScheduling):
+    """Hands out tests to processes by `run_by_one`."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return run_by_one(nodeid)
 
 
 def over_budget(seconds: Mapping[str, float]) -> list[str]:

@@ -1,5 +1,6 @@
 """Decorated steps with sharded weights: the numbers of one device, and no more bytes than a loss and an optimizer."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,12 @@ STRATEGIES: dict[str, Any] = {
     "tensor, sharded": {"data": ALL, "model": bx.TensorParallel(min_bytes=0)},
     "beside hybrid": {"data": bx.Hybrid(dense=ALL)},
 }
+
+
+@functools.cache
+def made(model: str, mesh: str, strategies: str) -> Any:
+    """A step that several tests train by: it keeps no state."""
+    return bx.parallelize(make_mesh(mesh), STRATEGIES[strategies])(whole_step(MODELS[model]))
 
 
 def test_what_vjp_pulls_back_is_a_gradient() -> None:
@@ -69,7 +76,7 @@ def test_what_vjp_pulls_back_is_a_gradient() -> None:
 )
 def test_it_trains_as_on_one_device(model: str, mesh: str, strategies: str) -> None:
     train_step = whole_step(MODELS[model])
-    step = bx.parallelize(make_mesh(mesh), STRATEGIES[strategies])(train_step)
+    step = made(model, mesh, strategies)
     batches = [MODELS[model].batch(seed) for seed in range(4)]
     assert_as_on_one_device(step, train_step, begin(MODELS[model]), batches)
 
@@ -91,16 +98,15 @@ def _sent(step: Any) -> float:
 )
 def test_it_sends_what_a_loss_and_an_optimizer_send(name: str, strategies: str) -> None:
     model, told = MODELS[name], STRATEGIES[strategies]
-    mesh = make_mesh("8 auto" if len(told) == 1 else "4x2 auto")
-    batch = specs(model.batch(0))
-    given = bx.parallelize(model.loss, OPTIMIZER, mesh, told, init=model.init, batch=batch)
-    step = bx.parallelize(mesh, told)(whole_step(model))
+    mesh, batch = "8 auto" if len(told) == 1 else "4x2 auto", specs(model.batch(0))
+    given = bx.parallelize(model.loss, OPTIMIZER, make_mesh(mesh), told, init=model.init, batch=batch)
+    step = made(name, mesh, strategies)
     step.prepare(jax.eval_shape(lambda: begin(model)), batch)
     assert 10_000 < _sent(step) <= 1.02 * _sent(given)
 
 
 def test_a_device_has_its_part_of_weights_and_of_all_that_follows_them() -> None:
-    step = bx.parallelize(make_mesh("8 auto"), {"data": ALL})(whole_step(MODELS["gpt"]))
+    step = made("gpt", "8 auto", "one axis")
     state, _ = step(begin(MODELS["gpt"]), MODELS["gpt"].batch(0))
     for leaf in jax.tree.leaves((state["params"], state["average"], state["opt_state"][1][0][1:])):
         (shard, *_) = leaf.addressable_shards

@@ -12,7 +12,7 @@ from braidax.errors import ArgumentError
 from braidax.parallel.plan.layout import Axis, Layout
 from braidax.program import collectives_of, total_sent
 from tests.support.parallel.dense.models import BATCH, LENGTH, MODELS, WIDTH, Model
-from tests.support.parallel.dense.steps import ALL, assert_as_on_one_device, make_step
+from tests.support.parallel.dense.steps import ALL, assert_as_on_one_device, fully_sharded, make_step
 from tests.support.parallel.models import assert_close, copied
 
 SLOW = pytest.mark.slow
@@ -45,7 +45,9 @@ STRATEGIES: dict[str, Any] = {
     ],
 )
 def test_it_trains_as_on_one_device(model: str, mesh: str, strategies: str) -> None:
-    assert_as_on_one_device(make_step(MODELS[model], STRATEGIES[strategies], mesh), MODELS[model])
+    told = STRATEGIES[strategies]
+    step = fully_sharded(model, mesh) if strategies == "one axis" else make_step(MODELS[model], told, mesh)
+    assert_as_on_one_device(step, MODELS[model])
 
 
 @pytest.mark.parametrize("model", [pytest.param("gpt, bfloat16", marks=SLOW)])
@@ -54,7 +56,7 @@ def test_in_bfloat16(model: str) -> None:
 
 
 def test_a_device_has_its_part_of_everything() -> None:
-    step = make_step(MODELS["gpt"], {"data": ALL})
+    step = fully_sharded("gpt", "8 auto")
     state = step.init(jax.random.key(0))
     for leaf in (*jax.tree.leaves(state.params), *jax.tree.leaves(state.opt_state[1][0].mu)):
         (shard, *_) = leaf.addressable_shards
@@ -67,7 +69,7 @@ def test_a_device_has_its_part_of_everything() -> None:
 
 def test_what_no_axis_divides_is_whole_or_padded() -> None:
     model, path = MODELS["mlp"], "params/dense/1/b"
-    step = make_step(model, {"data": ALL})
+    step = fully_sharded("mlp")
     (found,) = (one for one in step.plan.variables if one.path == path)
     assert (str(found.placements[0]), found.shape) == ("replicated", (33,))
     assert "no dim of it is a multiple of 8 in each part (Gathered(dim) pads): whole" in found.why
@@ -88,7 +90,7 @@ def _sent(step: bx.Step) -> dict[str, float]:
 
 
 def test_it_sends_the_bytes_of_the_formula() -> None:
-    step = make_step(MODELS["gpt"], {"data": ALL}, "8 auto")
+    step = fully_sharded("gpt", "8 auto")
     sent = _sent(step)
     gathered = {one.path: one.num_bytes for one in step.plan.variables}
     # Weights of layers are gathered forward and backward; positions, which nothing needs again, once. What stands
@@ -106,7 +108,7 @@ def test_it_sends_the_bytes_of_the_formula() -> None:
 
 
 def test_one_gather_and_one_sum_for_all_uses_of_a_weight() -> None:
-    sent = _sent(make_step(MODELS["lstm"], {"data": ALL}, "8 auto"))
+    sent = _sent(fully_sharded("lstm", "8 auto"))
     loop, embedding = (48 + 1) * 96 * 4, 50 * 24 * 4
     # The loop's weights cross once each way, however many steps the loop has.
     assert sent["reduce-scatter"] == pytest.approx(7 / 8 * (loop + embedding))
@@ -137,7 +139,7 @@ def _deep(layers: int) -> Model:
 
 def _kept(model: str, *paths: str) -> bx.FullySharded:
     """Keeps variables of a model where it gathers them; of all, if none is named."""
-    plan = make_step(MODELS[model], {"data": ALL}, "8 auto").plan
+    plan = fully_sharded(model, "8 auto").plan
     placed = {one.path: one.placements[0] for one in plan.variables if not paths or one.path.endswith(paths)}
     overrides = {path: bx.Gathered(one.dim, "kept") for path, one in placed.items() if isinstance(one, bx.Gathered)}
     return bx.FullySharded(overrides, min_bytes=0)
@@ -212,14 +214,14 @@ def test_overrides_and_what_cannot_be() -> None:
 
 
 def test_the_plan_survives_json() -> None:
-    plan = make_step(MODELS["gpt"], {"data": ALL}).plan
+    plan = fully_sharded("gpt", "8 auto").plan
     assert bx.Plan.from_json(plan.to_json()) == plan
     assert "FullySharded(min_bytes=0)" in str(plan)
 
 
 def test_a_state_goes_on_whole() -> None:
     model = MODELS["mlp"]
-    sharded, whole = make_step(model, {"data": ALL}), make_step(model, {"data": bx.DataParallel()})
+    sharded, whole = fully_sharded("mlp"), make_step(model, {"data": bx.DataParallel()})
     state, _ = sharded.update(sharded.init(jax.random.key(1)), model.batch(0))
     expected = copied(sharded.to_dense(state))
     dense = whole.adopt(state, sharded)

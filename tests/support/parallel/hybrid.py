@@ -99,6 +99,12 @@ def make_step(loss: Any, optimizer: Any, mesh: Mesh | str = "8 explicit", **opti
     return bx.parallelize(loss, optimizer, mesh, options.pop("strategies"), **options)
 
 
+@functools.cache
+def pooled_by(optimizer: str) -> bx.Step:
+    """A step that several tests read, and train by: it keeps no state."""
+    return make_step(pooled, OPTIMIZERS[optimizer])
+
+
 def placed(step: bx.Step) -> dict[str, set[str]]:
     """Returns where the variables lie, by path."""
     return {variable.path: {str(placement) for placement in variable.placements} for variable in step.plan.variables}

@@ -1,4 +1,4 @@
-"""A loop that reads nothing: `python -m tests.support.parallel.many_updates whole` tells its last loss."""
+"""Loops that read nothing: `python -m tests.support.parallel.many_updates whole` tells the last loss."""
 
 import sys
 from typing import Any
@@ -58,4 +58,5 @@ def last_loss(form: str) -> float:
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    sys.stdout.write(f"{last_loss(sys.argv[1])}\n")
+    for each in sys.argv[1:]:
+        sys.stdout.write(f"{last_loss(each)}\n")

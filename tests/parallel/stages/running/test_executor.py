@@ -1,5 +1,6 @@
 """Schedules, run: gradients, metrics and variables are those of one device with the same microbatches."""
 
+import functools
 from typing import Any
 
 import jax
@@ -35,6 +36,12 @@ from tests.support.parallel.stages.running.cases import (
     stages_of,
 )
 from tests.support.program.cutting.models import draw, residual
+
+
+@functools.cache
+def of_two_stages() -> Pipelined:
+    """What several tests run: it keeps nothing."""
+    return pipelined(mlp(2), one_forward_one_backward(2, 4))
 
 
 def of_layout(name: str, devices: int, count: int) -> list[Schedule]:
@@ -164,7 +171,7 @@ def test_nothing_is_traced_or_compiled_again() -> None:
 
 def test_memory_of_sums_and_of_what_came_in_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     case = mlp(2)
-    run = pipelined(case, one_forward_one_backward(2, 4))
+    run = of_two_stages()
     dead: list[Any] = []
     for own in run.stage_programs:
 
@@ -183,16 +190,17 @@ def test_memory_of_sums_and_of_what_came_in_is_used_again(monkeypatch: pytest.Mo
 
 
 def test_each_leaf_of_a_batch_goes_to_the_stages_that_use_it() -> None:
-    case = mlp(2)
-    run = pipelined(case, gpipe(2, 4))
+    run = of_two_stages()
     assert run.batch_homes == [1, 0, 1]  # mask, x, y
     assert [sorted(one.batch) for one in run.feeding] == [[1], [0, 2]]
 
 
 def test_a_schedule_from_csv_is_run() -> None:
-    case = mlp(2, samples=4)
-    text = format_csv(one_forward_one_backward(2, 2))
-    check(pipelined(case, parse_csv(text)), case, case.expected(2))
+    case = mlp(2)
+    schedule = parse_csv(format_csv(gpipe(2, 4)))
+    run = of_two_stages().scheduled(schedule)
+    assert run.schedule.lists == gpipe(2, 4).lists
+    check(run, case, case.expected(4))
 
 
 def refuse(case: Case, schedule: Schedule, *, stages: int | None = None, meshes: int | None = None) -> Pipelined:
@@ -246,8 +254,7 @@ def test_what_cannot_be_run_is_refused(made: Any, make: Any, words: str) -> None
 
 
 def test_a_batch_that_microbatches_do_not_divide_is_refused() -> None:
-    case = mlp(2)
-    run = pipelined(case, gpipe(2, 4))
+    case, run = mlp(2), of_two_stages()
     short = case._replace(batch=jax.tree.map(lambda leaf: leaf[:15], case.batch))
     with refused(ArgumentError, r"batch/mask is \[15\], expected \[16\]: 4 microbatches of \[4\]"):
         run.gradients(*placed(run, short), *key_and_batch(run, short))

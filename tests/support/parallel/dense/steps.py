@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import braidax.parallel as bx
-from tests.support.parallel.dense.models import Model
+from tests.support.parallel.dense.models import MODELS, Model
 from tests.support.parallel.models import assert_close, copied, make_mesh, on_one_device, single_device, specs
 
 ALL = bx.FullySharded(min_bytes=0)
@@ -20,6 +20,12 @@ def make_step(model: Model, strategies: Any, mesh: str = "8 explicit", **options
     optimizer = options.pop("optimizer", OPTIMIZER)
     batch = specs(model.batch(0))
     return bx.parallelize(model.loss, optimizer, make_mesh(mesh), strategies, init=model.init, batch=batch, **options)
+
+
+@functools.cache
+def fully_sharded(model: str, mesh: str = "8 explicit") -> bx.Step:
+    """A step that several tests read, and train by: it keeps no state."""
+    return make_step(MODELS[model], {"data": ALL}, mesh)
 
 
 @functools.cache
