@@ -30,6 +30,7 @@ def _batch(seed: int) -> Any:
     return {"ids": jax.random.randint(jax.random.key(seed), (SAMPLES, 5), 0, WORDS)}
 
 
+@functools.cache
 def _loss(form: str) -> Any:
     def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         x, _ = jax.lax.scan(

@@ -105,8 +105,8 @@ def test_parts_without_room_are_refused_before_anything_moves(
 ) -> None:
     """11 even ids have room on one server of 20, and on two of 10 not; on three of 7 they do."""
     ends = list[Any]()
-    for is_resized in (False, True):
-        with make_step(gang, bx.Seen(20), spares=3) as step:
+    with make_step(gang, bx.Seen(20), spares=3) as step:
+        for is_resized in (False, True):
             state, batch = step.init(jax.random.key(0)), place(evens(11), step.batch_shardings)
             state, _ = step.update(state, batch)
             if is_resized:

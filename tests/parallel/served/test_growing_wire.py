@@ -55,8 +55,8 @@ def test_training_is_that_with_all_rows(gang: LocalGang, wire: Any) -> None:
         np.testing.assert_array_equal(one, two)
     own = np.bincount(np.unique([one["ids"] for one in batches[:3]]) % 2, minlength=2).max()
     finals = list[Any]()
-    for is_refused in (False, True):
-        with make_step(gang, bx.Seen(2 * int(own)), wire) as step:
+    with make_step(gang, bx.Seen(2 * int(own)), wire) as step:
+        for is_refused in (False, True):
             state = step.init(jax.random.key(0))
             for number, batch in enumerate([*batches[:3], *batches[:3]]):
                 if is_refused and number == 4:

@@ -18,22 +18,25 @@ from tests.support.parallel.models import copied, make_mesh, specs
 from tests.support.parallel.served.models import init, loss, zipf_batches
 
 
-def trained(optimizer: Any, gang: LocalGang, batches: list[Any], *, ahead: int) -> tuple[list[float], Any]:
+def made(optimizer: Any, gang: LocalGang) -> Any:
     strategies = {"data": bx.Hybrid(tables="servers", overrides={"params/table": bx.Served()})}
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    with bx.parallelize(loss, optimizer, mesh, strategies, init=init, batch=specs(batches[0]), servers=gang) as step:
-        state, losses = step.init(jax.random.key(0)), list[Any]()
-        placed = [place(batch, step.batch_shardings) for batch in batches]
-        for coming in placed[:ahead]:
-            step.prepare(coming)
-        for number, batch in enumerate(placed):
-            if ahead:
-                for coming in placed[number + ahead : number + ahead + 1]:
-                    step.prepare(coming)
-            state, metrics = step.update(state, batch)
-            losses.append(metrics["loss"])
-        assert step._pulling.num_coming == 0
-        return [float(one) for one in losses], copied(step.to_dense(state))
+    mesh, batch = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), specs(zipf_batches(1)[0])
+    return bx.parallelize(loss, optimizer, mesh, strategies, init=init, batch=batch, servers=gang)
+
+
+def trained(step: Any, batches: list[Any], *, ahead: int) -> tuple[list[float], Any]:
+    state, losses = step.init(jax.random.key(0)), list[Any]()
+    placed = [place(batch, step.batch_shardings) for batch in batches]
+    for coming in placed[:ahead]:
+        step.prepare(coming)
+    for number, batch in enumerate(placed):
+        if ahead:
+            for coming in placed[number + ahead : number + ahead + 1]:
+                step.prepare(coming)
+        state, metrics = step.update(state, batch)
+        losses.append(metrics["loss"])
+    assert step._pulling.num_coming == 0
+    return [float(one) for one in losses], copied(step.to_dense(state))
 
 
 @pytest.mark.parametrize(
@@ -47,8 +50,9 @@ def trained(optimizer: Any, gang: LocalGang, batches: list[Any], *, ahead: int) 
 def test_prefetch_changes_no_bit(gangs: dict[int, LocalGang], optimizer: Any, num_steps: int) -> None:
     """Four batches ahead; Adagrad moves the rows of a batch, Adam all of them in each step."""
     batches = zipf_batches(num_steps)
-    losses, state = trained(optimizer, gangs[2], batches, ahead=0)
-    ahead, other = trained(optimizer, gangs[2], batches, ahead=4)
+    with made(optimizer, gangs[2]) as step:
+        losses, state = trained(step, batches, ahead=0)
+        ahead, other = trained(step, batches, ahead=4)
     assert ahead == losses
     for one, two in zip(jax.tree.leaves(other), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(one, two)
@@ -78,11 +82,11 @@ def test_ids_that_are_drawn_for_a_step_are_pulled_ahead_for_it(gangs: dict[int, 
     optimizer, batches = OPTIMIZERS["adagrad"], [make_batch(seed) for seed in range(5)]
     strategies = {"data": bx.Hybrid(tables="servers")}
     ends: list[Any] = []
-    for ahead in (0, 1, 2):
-        with bx.parallelize(
-            LOSSES["sampled"], optimizer, make_mesh("8 explicit"), strategies, init=sampled_init,
-            batch=specs(batches[0]), servers=gangs[1],
-        ) as step:  # fmt: skip
+    with bx.parallelize(
+        LOSSES["sampled"], optimizer, make_mesh("8 explicit"), strategies, init=sampled_init,
+        batch=specs(batches[0]), servers=gangs[1],
+    ) as step:  # fmt: skip
+        for ahead in (0, 1, 2):
             state = step.init(jax.random.key(0))
             placed = [place(batch, step.batch_shardings) for batch in batches]
             if ahead == 2:  # in another order than they come
@@ -99,10 +103,10 @@ def test_ids_that_are_drawn_for_a_step_are_pulled_ahead_for_it(gangs: dict[int, 
 
 def test_waits_for_servers_are_spans_of_the_thread_that_waits(gangs: dict[int, LocalGang]) -> None:
     trace = Trace()
-    with trace.active():
-        trained(optax.sgd(0.1), gangs[2], zipf_batches(3), ahead=0)
+    with trace.active(), made(optax.sgd(0.1), gangs[2]) as step:
+        trained(step, zipf_batches(3), ahead=0)
         names = {one.name for one in trace.spans if one.lane == "comm"}
-        trained(optax.sgd(0.1), gangs[2], zipf_batches(3), ahead=1)
+        trained(step, zipf_batches(3), ahead=1)
     assert names == {"ask servers", "ask all servers", "wait for pushes"}
     assert {one.name for one in trace.spans if one.lane == "comm"} == {*names, "wait for rows"}
     assert {one.thread for one in trace.spans if one.lane == "comm"} == {"MainThread"}

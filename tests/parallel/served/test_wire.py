@@ -1,6 +1,7 @@
 """Rows and gradients that travel in fewer bits: what arrives, what is kept of what is lost, and what is refused."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -309,31 +310,35 @@ def test_what_is_not_finite_spoils_its_row_alone(gang: LocalGang, wire: Any) -> 
     assert {*np.flatnonzero(spoilt)} == {int(first["ids"][3]), int(first["ids"][5])}
 
 
-def trained(gang: LocalGang, wire: Any, *, ahead: int) -> tuple[Any, float]:
-    """Returns parameters, and the mean loss that they have on what was trained."""
+def trained(gang: LocalGang, wire: Any, each_ahead: Sequence[int]) -> list[tuple[Any, float]]:
+    """Returns of each run parameters, and the mean loss that they have on what was trained."""
     batches, placed = zipf_batches(60), bx.Served(wire=wire)
     strategies: Any = {"data": bx.Hybrid(tables=placed, overrides={"params/table": placed})}
     options: dict[str, Any] = {"init": zipf_init, "batch": specs(batches[0]), "servers": gang}
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     made: Any = bx.parallelize(zipf_loss, optax.adagrad(0.1), mesh, strategies, **options)
     with made as step:
-        state = step.init(jax.random.key(0))
         given = [jax.device_put(batch, step.batch_shardings) for batch in batches]
-        for coming in given[:ahead]:
+        return [run(step, given, ahead) for ahead in each_ahead]
+
+
+def run(step: Any, given: list[Any], ahead: int) -> tuple[Any, float]:
+    state = step.init(jax.random.key(0))
+    for coming in given[:ahead]:
+        step.prepare(coming)
+    for number, batch in enumerate(given):
+        for coming in given[number + ahead : number + ahead + 1] if ahead else ():
             step.prepare(coming)
-        for number, batch in enumerate(given):
-            for coming in given[number + ahead : number + ahead + 1] if ahead else ():
-                step.prepare(coming)
-            state, _ = step.update(state, batch)
-        losses = [float(step.evaluate(state, batch)["loss"]) for batch in given[::6]]
-        return copied(step.to_dense(state).params), float(np.mean(losses))
+        state, _ = step.update(state, batch)
+    losses = [float(step.evaluate(state, batch)["loss"]) for batch in given[::6]]
+    return copied(step.to_dense(state).params), float(np.mean(losses))
 
 
 def test_training_converges_all_the_same(gang: LocalGang) -> None:
     """And rows that were pulled ahead change no bit."""
-    params, loss = trained(gang, None, ahead=0)
+    ((params, loss),) = trained(gang, None, [0])
     for wire in WIRES:
-        found, ahead = trained(gang, wire, ahead=0), trained(gang, wire, ahead=2)
+        found, ahead = trained(gang, wire, [0, 2])
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(ahead), strict=True):
             np.testing.assert_array_equal(one, other)
         assert 0 < abs(found[1] - loss) < 0.01 * loss

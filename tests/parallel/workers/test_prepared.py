@@ -32,25 +32,32 @@ def gang(gangs: dict[int, LocalGang]) -> LocalGang:
     return gangs[2]
 
 
-def trained(gang: LocalGang, workers: int, optimizer: str, fn: Any, ahead: int) -> Any:
-    """Returns losses and parameters of the first worker. **Arguments:** `ahead`: by how many batches."""
+def trained(gang: LocalGang, workers: int, optimizer: str, fn: Any, each_ahead: tuple[int, ...]) -> Any:
+    """Returns losses and parameters of the first worker, run by run. **Arguments:** `each_ahead`: by how many batches."""
 
     def work(number: int, seat: Any) -> Any:
+        data = [own_part(batch, number, workers) for batch in batches(NUM_STEPS)]
+        data = jax.device_put(data, jax.devices()[0])
         with make_step(seat, optimizer=optimizer, size=BATCH // workers, fn=fn) as step:
-            state, losses, pull, pulled = step.init(jax.random.key(0)), list[float](), step._pull, list[Any]()
+            pull, pulled = step._pull, list[Any]()
             step._pull = lambda ids, reads="all": pulled.append(ids) or pull(ids, reads)
-            data = [own_part(batch, number, workers) for batch in batches(NUM_STEPS)]
-            data = jax.device_put(data, jax.devices()[0])
-            for coming in data[:ahead]:
-                step.prepare(coming)
-            comings = [*data[ahead:], *[None] * ahead] if ahead else [None] * NUM_STEPS
-            for batch, coming in zip(data, comings, strict=True):
-                state, metrics = step.update(state, batch, coming=coming)
-                losses.append(float(metrics["loss"]))
-            assert len(pulled) == (0 if ahead else NUM_STEPS)
-            return losses, step.params()
+            return [run(step, data, ahead, pulled) for ahead in each_ahead]
 
     return team(gang, workers, work)[0]
+
+
+def run(step: Any, data: list[Any], ahead: int, pulled: list[Any]) -> tuple[list[float], Any]:
+    """Returns losses and parameters. **Arguments:** `pulled`: what was pulled when it was needed."""
+    state, losses = step.init(jax.random.key(0)), list[float]()
+    pulled.clear()
+    for coming in data[:ahead]:
+        step.prepare(coming)
+    comings = [*data[ahead:], *[None] * ahead] if ahead else [None] * NUM_STEPS
+    for batch, coming in zip(data, comings, strict=True):
+        state, metrics = step.update(state, batch, coming=coming)
+        losses.append(float(metrics["loss"]))
+    assert len(pulled) == (0 if ahead else NUM_STEPS)
+    return losses, step.params()
 
 
 @pytest.mark.parametrize(
@@ -65,9 +72,8 @@ def trained(gang: LocalGang, workers: int, optimizer: str, fn: Any, ahead: int) 
 )
 def test_no_bit_changes(gang: LocalGang, workers: int, optimizer: str, fn: Any, each_ahead: tuple[int, ...]) -> None:
     """SGD and Adagrad move the rows of a batch, Adam all of them in each step."""
-    losses, params = trained(gang, workers, optimizer, fn, 0)
-    for ahead in each_ahead:
-        found, others = trained(gang, workers, optimizer, fn, ahead)
+    (losses, params), *runs = trained(gang, workers, optimizer, fn, (0, *each_ahead))
+    for found, others in runs:
         assert found == losses
         assert_close(others, params, exactly=True)
 
@@ -75,21 +81,23 @@ def test_no_bit_changes(gang: LocalGang, workers: int, optimizer: str, fn: Any, 
 def test_others_move_rows_in_the_meantime(gang: LocalGang) -> None:
     """A worker that has prepared all, beside one that has prepared nothing: as if neither had."""
 
-    def work(number: int, seat: Any, *, is_ahead: bool) -> Any:
+    def work(number: int, seat: Any) -> Any:
+        found = list[Any]()
         with make_step(seat, optimizer="adagrad", size=BATCH // 2) as step:
-            state = step.init(jax.random.key(0))
             data = jax.device_put([own_part(batch, number, 2) for batch in batches(NUM_STEPS)], jax.devices()[0])
-            if is_ahead and number == 0:
-                for batch in data:
+            for is_ahead in (False, number == 0):
+                state = step.init(jax.random.key(0))
+                for batch in data if is_ahead else ():
                     step.prepare(batch)
-            for batch in data:
-                state, _ = step.update(state, batch)
-            return step.params(), step.staleness
+                for batch in data:
+                    state, _ = step.update(state, batch)
+                found.append(step.params())
+                assert step.staleness == {0: NUM_STEPS}
+        return found
 
-    wanted, _ = team(gang, 2, lambda *seat: work(*seat, is_ahead=False))[0]
-    for params, staleness in team(gang, 2, lambda *seat: work(*seat, is_ahead=True)):
+    (wanted, first), (_, second) = team(gang, 2, work)
+    for params in (first, second):
         assert_close(params, wanted, exactly=True)
-        assert staleness == {0: NUM_STEPS}
 
 
 @pytest.mark.parametrize(("staleness", "optimizer"), [(1, "adagrad"), (None, "adam")])
