@@ -1,5 +1,6 @@
 """The gradient of the weight that is used last, which is made and scattered in pieces."""
 
+import functools
 from typing import Any
 
 import jax

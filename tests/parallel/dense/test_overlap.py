@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import braidax.parallel as bx
 from braidax.parallel.plan.compiling import Sizes, options_that_hide
 
 LAYERS, WIDTH, SAMPLES, LENGTH, DEVICES = 6, 512, 64, 128, 8
+VOCABULARY = 65536
 LAYER = 4 * 2 * WIDTH * 4 * WIDTH
 MIB = 2**20
 
@@ -47,8 +48,13 @@ def compiled(strategies: Mapping[str, Any], vocabulary: int = 4096, target: str 
     return step.compile_for(target)
 
 
+@cache
+def replicated() -> bx.CompiledStep:
+    return compiled({"data": bx.DataParallel()}, VOCABULARY)
+
+
 @pytest.mark.usefixtures("aot")
-@pytest.mark.parametrize(("vocabulary", "waiting"), [pytest.param(2048, 1.0, marks=pytest.mark.slow), (65536, 0.75)])
+@pytest.mark.parametrize(("vocabulary", "waiting"), [pytest.param(2048, 1.0, marks=pytest.mark.slow), (VOCABULARY, 0.75)])
 def test_only_the_first_gather_and_the_last_sum_of_fully_sharded_layers_wait(vocabulary: int, waiting: float) -> None:
     found = compiled({"data": bx.FullySharded()}, vocabulary)
     table = 4 * vocabulary * WIDTH
@@ -81,7 +87,7 @@ def test_tpus_gather_a_layer_under_another_one() -> None:
 
 @pytest.mark.usefixtures("aot")
 def test_gradients_of_replicated_layers_are_summed_under_the_next_ones() -> None:
-    found = compiled({"data": bx.DataParallel()})
+    found = replicated()
     in_loops = [one for one in found.collectives if one.times > 1]
     assert sum(one.times * one.result_bytes for one in in_loops) == pytest.approx((LAYERS - 1) * LAYER, rel=0.01)
     assert all(one.is_covered for one in in_loops)
@@ -89,10 +95,9 @@ def test_gradients_of_replicated_layers_are_summed_under_the_next_ones() -> None
 
 @pytest.mark.usefixtures("aot")
 def test_a_replicated_tables_gradient_crosses_once_and_only_its_last_piece_waits() -> None:
-    vocabulary = 65536
-    found = compiled({"data": bx.DataParallel()}, vocabulary)
+    found = replicated()
     assert {one.kind for one in found.collectives} == {"all-reduce"}
-    layers, table = LAYERS * LAYER, 4 * vocabulary * WIDTH
+    layers, table = LAYERS * LAYER, 4 * VOCABULARY * WIDTH
     positions = 4 * LENGTH * WIDTH
     assert found.sent_bytes == pytest.approx(2 * (DEVICES - 1) / DEVICES * (layers + table + positions), rel=0.001)
     assert sum(one.result_bytes for one in found.collectives if not one.is_covered) <= 1.001 * table / 8
