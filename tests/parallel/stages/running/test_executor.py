@@ -1,6 +1,7 @@
 """Schedules, run: gradients, metrics and variables are those of one device with the same microbatches."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -255,6 +256,6 @@ def test_what_cannot_be_run_is_refused(made: Any, make: Any, words: str) -> None
 
 def test_a_batch_that_microbatches_do_not_divide_is_refused() -> None:
     case, run = mlp(2), of_two_stages()
-    short = case._replace(batch=jax.tree.map(lambda leaf: leaf[:15], case.batch))
+    short = replace(case, batch=jax.tree.map(lambda leaf: leaf[:15], case.batch))
     with refused(ArgumentError, r"batch/mask is \[15\], expected \[16\]: 4 microbatches of \[4\]"):
         run.gradients(*placed(run, short), *key_and_batch(run, short))

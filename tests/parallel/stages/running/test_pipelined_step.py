@@ -1,5 +1,6 @@
 """`Pipeline`: updates are those of one device with the same microbatches."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ from braidax.parallel.stages.schedules import one_forward_one_backward
 from tests.support.parallel.models import recorded_events, refused, specs
 from tests.support.parallel.stages.running.cases import Case, looped, mlp, small_gpt
 from tests.support.parallel.stages.running.steps import PIPE, init_of, make, same_updates
+
+
+@functools.cache
+def of_two_stages() -> Any:
+    """A step that several tests read, and train by: it keeps no state."""
+    return make(mlp(2), PIPE)
 
 
 def test_what_does_not_depend_on_the_key_is_born_with_its_stage() -> None:
@@ -38,7 +45,7 @@ def test_what_does_not_depend_on_the_key_is_born_with_its_stage() -> None:
 
 def test_updates_with_clipping_by_the_global_norm() -> None:
     case = mlp(2)
-    step = make(case, {"pipe": bx.Pipeline(clock="counted")})
+    step = of_two_stages()
     state = same_updates(case, step)
     homes = {name: [*leaf.devices()] for name, leaf in state.params.items()}
     assert homes["w0"] == homes["tied"] == [jax.devices()[0]]
@@ -147,7 +154,7 @@ def test_a_schedule_and_cuts_of_ones_own() -> None:
 
 def test_a_batch_or_a_state_of_another_form_is_refused() -> None:
     case = mlp(2)
-    step = make(case, PIPE)
+    step = of_two_stages()
     state = step.init(jax.random.key(0))
     with pytest.raises(ArgumentError, match="batch/mask is missing"):
         step.update(state, {"x": case.batch["x"], "y": case.batch["y"]})
@@ -236,8 +243,7 @@ def test_an_optimizer_that_takes_a_divided_variable_as_a_whole_is_refused(optimi
 
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_not_run_in_stages_yet_is_refused() -> None:
-    case = mlp(2)
-    step = make(case, PIPE)
+    step = of_two_stages()
     with pytest.raises(ArgumentError, match="a decorated step is not cut into stages"):
         bx.parallelize(step.mesh, PIPE)
     with pytest.raises(ArgumentError, match="schedule='2BM': expected one of"):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -138,7 +139,7 @@ def of_three_axes(case: Case, data: str, model: str, schedule: str, optimizer: A
     found = step._work.whole_params(step._work.gradients(state, given).gradients)
     params = jax.tree.map(jnp.asarray, step.whole_params(state))
     key = jax.random.wrap_key_data(jnp.array(np.array(jax.random.key_data(jax.random.fold_in(state.key, 0)))))
-    gradients, _, _ = case._replace(params=params, key=key).expected(4)
+    gradients, _, _ = replace(case, params=params, key=key).expected(4)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-6), found, gradients)
     return step
 

@@ -1,5 +1,6 @@
 """Pipelined steps of the cases, and the one device that says what is right."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,14 +49,19 @@ def _pairs(leaves: Any, keys: Any) -> Any:
     return [(leaf, (key, leaf.shape)) for leaf, key in zip(leaves, keys, strict=True)]
 
 
+@functools.lru_cache(maxsize=16)
+def _alone(case: Case, optimizer: Any) -> Any:
+    """A step on one device."""
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    return bx.parallelize(
+        case.loss, optimizer, mesh, {"data": bx.DataParallel()}, init=init_of(case), batch=specs(case.batch),
+        microbatches=4, metrics=("grad_norm",),
+    )  # fmt: skip
+
+
 def same_updates(case: Case, step: Any, *, optimizer: Any = CLIPPED, count: int = 2) -> Any:
     """Checks some updates against a step on one device. **Returns:** the last state."""
-    one = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-    batch = specs(case.batch)
-    other = bx.parallelize(
-        case.loss, optimizer, one, {"data": bx.DataParallel()}, init=init_of(case), batch=batch, microbatches=4,
-        metrics=("grad_norm",),
-    )  # fmt: skip
+    other = _alone(case, optimizer)
     state, expected = step.init(jax.random.key(3)), other.init(jax.random.key(3))
     for _ in range(count):
         state, metrics = step.update(state, case.batch)
