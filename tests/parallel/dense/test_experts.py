@@ -1,5 +1,6 @@
 """Mixtures of experts: these go around while tokens stay, or stay and are sent tokens, whichever sends less."""
 
+import functools
 import re
 from typing import Any
 
@@ -52,8 +53,14 @@ def test_it_trains_as_on_one_device(model: str, mesh: str, strategies: str) -> N
     assert_as_on_one_device(step, MOES[model], optimizer=OPTIMIZER, num_updates=3)
 
 
+@functools.cache
+def _around(model: str) -> bx.Step:
+    """A step that several tests read: it keeps no state."""
+    return make_step(MOES[model], {"data": ALL}, "8 auto", optimizer=OPTIMIZER)
+
+
 def _placed(model: str, *names: str) -> list[str]:
-    step = make_step(MOES[model], {"data": ALL}, "8 auto")
+    step = _around(model)
     found = {one.path.removeprefix("params/"): str(one.placements[0]) for one in step.plan.variables}
     return [found[name] for name in names]
 
@@ -82,7 +89,7 @@ def test_experts_go_around_or_stay(model: str, up: str, down: str) -> None:
 
 def test_the_plan_says_what_either_way_sends_or_why_it_is_none() -> None:
     def why(model: str, name: str = "up") -> str:
-        step = make_step(MOES[model], {"data": ALL}, "8 auto")
+        step = _around(model)
         return next(one.why for one in step.plan.variables if one.path == f"params/{name}")
 
     assert why("stacked", "down_bias").endswith(
@@ -99,7 +106,7 @@ def test_the_plan_says_what_either_way_sends_or_why_it_is_none() -> None:
 
 
 def test_experts_that_stay_are_sent_what_is_for_them() -> None:
-    step = make_step(MOES["stacked"], {"data": ALL}, "8 auto", optimizer=OPTIMIZER)
+    step = _around("stacked")
     text = step.lower().gradients.compile().as_text() or ""
     sent = dict(total_sent(collectives_of(text)))
     routed = 4 * BATCH // 8 * 8 * CAPACITY * WIDTH
@@ -149,7 +156,7 @@ def test_on_gpus_experts_compute_while_the_next_message_comes() -> None:
 
 
 def test_of_experts_that_go_around_no_part_of_what_is_for_them_is_whole() -> None:
-    step = make_step(MOES["crowded, stacked"], {"data": ALL}, "8 auto", optimizer=OPTIMIZER)
+    step = _around("crowded, stacked")
     text = step.lower().gradients.compile().as_text() or ""
     sent = dict(total_sent(collectives_of(text)))
     weights = 4 * 2 * (3 * 8 * WIDTH * HIDDEN + 8 * WIDTH)

@@ -1,5 +1,6 @@
 """What the plan of a pipeline says, and what it is good for."""
 
+import functools
 import json
 import re
 from dataclasses import replace
@@ -35,6 +36,12 @@ def planned(case: Case, pipeline: Any = None, **options: Any) -> Any:
 @pytest.fixture(scope="module")
 def looped_step() -> Any:
     return planned(looped())
+
+
+@functools.cache
+def of_schedule(name: str) -> Any:
+    """A step that several tests read, and train by: it keeps no state."""
+    return planned(looped(), bx.Pipeline(name, clock="counted"))
 
 
 def test_it_holds_stages_schedule_and_verdict(looped_step: Any) -> None:
@@ -110,7 +117,7 @@ def check_what_is_held(step: Any) -> None:
 
 def test_a_plan_is_followed_and_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = looped()
-    first = planned(case, bx.Pipeline("ZB-H1", clock="counted"))
+    first = of_schedule("ZB-H1")
     plan = bx.Plan.from_json(first.plan.to_json())
     check_what_is_held(first)
     monkeypatch.setattr("braidax.parallel.pipelined_step.agreed_stages", None)
@@ -221,7 +228,7 @@ def check_order(found: Simulation) -> None:
 @pytest.mark.parametrize("name", ["ZB-H1", pytest.param("1F1B", marks=pytest.mark.slow)])
 def test_a_step_is_measured_and_drawn_in_text_and_html(name: str, tmp_path: Path) -> None:
     case = looped()
-    step = planned(case, bx.Pipeline(name, clock="counted"))
+    step = of_schedule(name)
     state = step.init(jax.random.key(0))
     trace = Trace()
     measured = step.measure(state, case.batch, trace=trace)
@@ -251,16 +258,16 @@ def test_a_step_is_measured_and_drawn_in_text_and_html(name: str, tmp_path: Path
 def test_a_trace_of_fit_has_a_lane_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("braidax.parallel.stages.running.measuring._EVERY", 5)
     case = looped()
-    step, other = (planned(case, bx.Pipeline("ZB-H1", clock="counted")) for _ in range(2))
+    step = of_schedule("ZB-H1")
     source = braidax.open({name: np.concatenate([leaf] * 10) for name, leaf in case.batch.items()})
 
-    def trained(step: Any, trace: Trace | None) -> Any:
+    def trained(trace: Trace | None) -> Any:
         loader = braidax.DataLoader(source, step.mesh, step.batch_shardings, batch_size=16, seed=0, epochs=1)
         report = Report(show="nothing", trace=trace)
         return braidax.fit(step, step.init(jax.random.key(0)), loader, report=report)
 
     trace = Trace()
-    state, untraced = trained(step, trace), trained(other, None)
+    state, untraced = trained(trace), trained(None)
     jax.tree.map(np.testing.assert_array_equal, state.params, untraced.params)  # who looks on changes nothing
     spans = {lane: [one for one in trace.spans if one.lane == lane] for lane in trace.totals()}
     assert [one.name for one in spans["stages"]] == ["operations of update 4", "operations of update 9"]
