@@ -104,7 +104,7 @@ def test_what_no_step_has_is_said() -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("impl", ["rbg", pytest.param("unsafe_rbg", marks=pytest.mark.slow)])
 def test_a_key_of_any_implementation(impl: str) -> None:
     options: dict[str, Any] = {"init": init, "batch": specs(make_batch())}
     step = bx.parallelize(masked_loss, optax.sgd(0.1), make_mesh(), {"data": bx.FullySharded(min_bytes=0)}, **options)

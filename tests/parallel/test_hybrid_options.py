@@ -105,7 +105,7 @@ def test_ids_out_of_range_mean_what_the_loss_says(loss: Any) -> None:
     np.testing.assert_allclose(as_dense(step, state.params)["table"], moved, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [clipped, filled])
+@pytest.mark.parametrize("loss", [clipped, pytest.param(filled, marks=pytest.mark.slow)])
 def test_ids_out_of_range_raise_some_updates_later(loss: Any) -> None:
     step = make_step(loss, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid(out_of_range="raise")})
     state = step.init(jax.random.key(0))

@@ -151,7 +151,9 @@ def with_names(model: Any, opt_state: Any, key: Any, x: Any, y: Any) -> Any:
     return losses_first(model, opt_state, key, x, y)
 
 
-@pytest.mark.parametrize("wrap", [lambda fn: fn, eqx.filter_jit], ids=["plain", "eqx.filter_jit"])
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(lambda fn: fn, marks=pytest.mark.slow), eqx.filter_jit], ids=["plain", "eqx.filter_jit"]
+)
 def test_a_step_of_equinox(wrap: Any) -> None:
     alone, ours = make_eqx(), make_eqx()
     train_step = bx.parallelize(make_mesh("8 explicit"), {"data": ALL}, batch=("x", "y"))(wrap(eqx_step))

@@ -114,7 +114,7 @@ def test_dropout_is_the_same_on_every_mesh_and_new_at_every_step() -> None:
     assert (drawn[0][0] != drawn[0][1]).any()
 
 
-@pytest.mark.parametrize("mesh", ["8 explicit", "4x2 auto"])
+@pytest.mark.parametrize("mesh", ["8 explicit", pytest.param("4x2 auto", marks=pytest.mark.slow)])
 def test_microbatches_equal_one_device_with_the_same_ones(mesh: str) -> None:
     num = 2
 

@@ -99,7 +99,11 @@ def test_updates_equal_one_device(mesh: str) -> None:
     assert state.params["weight"].sharding.device_set == set(jax.devices())
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, lambda fn: jax.jit(jax.jit(fn)), nnx.jit], ids=["jit", "twice", "nnx"])
+@pytest.mark.parametrize(
+    "wrap",
+    [pytest.param(jax.jit, marks=pytest.mark.slow), lambda fn: jax.jit(jax.jit(fn)), nnx.jit],
+    ids=["jit", "twice", "nnx"],
+)
 def test_a_jitted_step_is_opened(wrap: Any) -> None:
     expected_state, expected = run(jax.jit(train_step), begin(), 2)
     state, got = run(bx.parallelize(make_mesh(), DATA)(wrap(train_step)), begin(), 2)
@@ -107,7 +111,7 @@ def test_a_jitted_step_is_opened(wrap: Any) -> None:
     assert_close(copied(got), copied(expected))
 
 
-@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit], ids=["plain", "jit"])
+@pytest.mark.parametrize("wrap", [pytest.param(lambda fn: fn, marks=pytest.mark.slow), jax.jit], ids=["plain", "jit"])
 def test_a_mean_over_the_axis_of_pmap_is_the_value_itself(wrap: Any) -> None:
     expected_state, expected = run(jax.jit(step_with(lambda tree: tree)), begin())
     step = bx.parallelize(make_mesh(), DATA)(wrap(step_with(lambda tree: jax.lax.pmean(tree, "batch"))))

@@ -101,7 +101,7 @@ def test_it_computes_what_one_device_computes_and_leaves_it_split(name: str) -> 
     assert step.update(state, samples(1))[1]["loss"] > 0  # the state was not given up
 
 
-@pytest.mark.parametrize("name", ["gathered", "rows"])
+@pytest.mark.parametrize("name", [pytest.param("gathered", marks=pytest.mark.slow), "rows"])
 def test_it_generates(name: str) -> None:
     step, state = made(name)
     batch = {**samples(2, 8), "key": jax.random.split(jax.random.key(5), 8)}

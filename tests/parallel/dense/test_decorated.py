@@ -59,7 +59,7 @@ def test_what_vjp_pulls_back_is_a_gradient() -> None:
     [
         pytest.param("mlp", "8 explicit", "data parallel", marks=SLOW),
         pytest.param("mlp", "8 auto", "beside hybrid", marks=SLOW),
-        ("mlp", "4x2 explicit", "hybrid sharding"),
+        pytest.param("mlp", "4x2 explicit", "hybrid sharding", marks=SLOW),  # test_decorated_wrap.py has two axes
         pytest.param("gpt", "8 explicit", "data parallel", marks=SLOW),
         pytest.param("gpt", "8 explicit", "hybrid", marks=SLOW),
         ("gpt", "8 auto", "one axis"),  # as test_it_sends_what_a_loss_and_an_optimizer_send has it compiled

@@ -129,6 +129,7 @@ def test_where_messages_are_hidden_each_device_sends_for_itself(monkeypatch: pyt
     assert_as_on_one_device(step, MOES["stacked"], optimizer=OPTIMIZER, num_updates=2)
 
 
+@pytest.mark.slow  # test_where_messages_are_hidden_each_device_sends_for_itself has the messages
 @pytest.mark.usefixtures("aot")
 def test_on_gpus_experts_compute_while_the_next_message_comes() -> None:
     layers, width, length, capacity, experts = 3, 512, 512, 128, 8

@@ -50,7 +50,7 @@ def accumulated(model: Model, state: bx.State, batches: list[Any], microbatches:
     ("model", "mesh", "strategies"),
     [
         pytest.param("gpt", "8 explicit", {"data": bx.DataParallel()}, marks=SLOW),
-        ("lstm", "4x2 auto", {"data": bx.DataParallel(), "model": bx.DataParallel()}),
+        pytest.param("lstm", "4x2 auto", {"data": bx.DataParallel(), "model": bx.DataParallel()}, marks=SLOW),
         pytest.param("resnet", "8 auto", {"data": bx.DataParallel()}, marks=SLOW),
         pytest.param("mlp", "8 auto", {"data": bx.Hybrid({"params/table": bx.Rows()})}, marks=SLOW),
         pytest.param(

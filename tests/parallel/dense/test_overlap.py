@@ -54,7 +54,9 @@ def replicated() -> bx.CompiledStep:
 
 
 @pytest.mark.usefixtures("aot")
-@pytest.mark.parametrize(("vocabulary", "waiting"), [pytest.param(2048, 1.0, marks=pytest.mark.slow), (VOCABULARY, 0.75)])
+@pytest.mark.parametrize(
+    ("vocabulary", "waiting"), [pytest.param(2048, 1.0, marks=pytest.mark.slow), (VOCABULARY, 0.75)]
+)
 def test_only_the_first_gather_and_the_last_sum_of_fully_sharded_layers_wait(vocabulary: int, waiting: float) -> None:
     found = compiled({"data": bx.FullySharded()}, vocabulary)
     table = 4 * vocabulary * WIDTH

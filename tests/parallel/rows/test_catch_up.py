@@ -21,8 +21,8 @@ LATE = optax.piecewise_constant_schedule(0.0, {2: 1.0})
 
 # Of each kind one is taken in any case; the others are compiled and run nightly.
 OTHERS = (
-    "no momentum", "adam", "adam, large eps", "adamw", "adamw, linear", "adamw, piecewise", "adamw, strong",
-    "momentum, scheduled decay",
+    "momentum", "no momentum", "momentum, decay", "momentum, scheduled decay", "adam", "adam, large eps",
+    "adam without b1", "adamw", "adamw, linear", "adamw, piecewise", "adamw, strong", "rmsprop", "amsgrad",
 )  # fmt: skip
 
 
@@ -39,14 +39,12 @@ def test_any_absence_equals_dense_steps(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("momentum", jnp.bfloat16),
         ("nesterov", jnp.float16),
-        ("adam", jnp.float16),
         ("adamw", jnp.bfloat16),
         ("lion", jnp.bfloat16),
-        pytest.param("momentum", jnp.float16, marks=SLOW),
+        *(pytest.param("momentum", dtype, marks=SLOW) for dtype in (jnp.bfloat16, jnp.float16)),
         pytest.param("nesterov", jnp.bfloat16, marks=SLOW),
-        pytest.param("adam", jnp.bfloat16, marks=SLOW),
+        *(pytest.param("adam", dtype, marks=SLOW) for dtype in (jnp.bfloat16, jnp.float16)),
         pytest.param("adamw", jnp.float16, marks=SLOW),
         pytest.param("lion", jnp.float16, marks=SLOW),
     ],

@@ -57,7 +57,7 @@ def assert_published(folder: Path, step: Any, *followers: bx.Published) -> None:
     np.testing.assert_array_equal(found["table"], expected)
 
 
-@pytest.mark.parametrize("block_bytes", [16 << 20, 64])
+@pytest.mark.parametrize("block_bytes", [pytest.param(16 << 20, marks=pytest.mark.slow), 64])
 def test_files_are_the_tables(
     gang: LocalGang, tmp_path: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

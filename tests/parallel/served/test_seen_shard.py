@@ -21,6 +21,7 @@ from tests.support.parallel.served.seen import FIRST, RATE, ROWS, WIDTH, Told, f
 
 SLOW = pytest.mark.slow
 KEY = np.asarray(random.key_data(random.key(4)))
+ADAGRAD = row_adagrad(0.1)
 
 
 class Team:
@@ -109,8 +110,7 @@ def test_rows_that_change_are_known_to_have_changed() -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_rows_move_as_those_of_a_whole_table(size: int) -> None:
     """Bit by bit, with what the optimizer keeps."""
-    optimizer = row_adagrad(0.1)
-    team, whole = Team(form_of(Seen(ROWS), optimizer), size), Shard(form_of(None, optimizer), 0, 1)
+    team, whole = Team(form_of(Seen(ROWS), ADAGRAD), size), Shard(form_of(None, ADAGRAD), 0, 1)
     whole.bear(KEY)
     for step, ids, gradients in updates(20):
         team.push(ids, gradients, step)
@@ -138,9 +138,10 @@ def test_rows_that_are_not_there_are_those_that_no_gradient_has_moved(
     name: str, size: int, admit_at: int, expire_after: int | None
 ) -> None:
     """Bit by bit those of a whole table, which is given no gradient before, and begins a row anew that is given up."""
-    seen, optimizer, every = Seen(ROWS, admit_at=admit_at, expire_after=expire_after), MOVING[name], np.arange(ROWS)
-    team, told = Team(form_of(seen, row_optimizer(optimizer)), size), Told(seen)
-    whole = Shard(form_of(None, row_optimizer(optimizer)), 0, 1)
+    seen, every = Seen(ROWS, admit_at=admit_at, expire_after=expire_after), np.arange(ROWS)
+    optimizer = row_optimizer(MOVING[name])
+    team, told = Team(form_of(seen, optimizer), size), Told(seen)
+    whole = Shard(form_of(None, optimizer), 0, 1)
     whole.bear(KEY)
     first, num_given_up = [one.copy() for one in (whole.values, *whole.kept)], 0
     for step, ids, gradients in updates(40):
@@ -195,7 +196,7 @@ def test_gradients_that_are_dropped_are_in_no_sum() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_is_listed_goes_to_any_number_of_servers(size: int) -> None:
     seen = Seen(90, admit_at=2, expire_after=9)
-    old, new = Team(form_of(seen, row_adagrad(0.1)), 2), Team(form_of(seen, row_adagrad(0.1)), size)
+    old, new = Team(form_of(seen, ADAGRAD), 2), Team(form_of(seen, ADAGRAD), size)
     for step, ids, gradients in updates(30):
         old.push(ids, gradients, step)
     for shard in new.shards:

@@ -66,7 +66,9 @@ def test_one_after_the_other_they_equal_one_device(gang: LocalGang, optimizer: s
         assert step == 8
 
 
-@pytest.mark.parametrize("optimizer", ["adam", pytest.param("scheduled", marks=pytest.mark.slow), "clipped"])
+@pytest.mark.parametrize(
+    "optimizer", ["adam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("scheduled", "clipped"))]
+)
 def test_rows_that_others_move_are_brought_up(gang: LocalGang, optimizer: str) -> None:
     """A worker whose loss reads rows, in turns with itself: what rows miss is counted by the server, not the worker."""
     data = [own_part(batch, 0, 2) for batch in batches(10)]

@@ -65,7 +65,7 @@ def straight(params: Any, batch: Any) -> jax.Array:
 @pytest.mark.parametrize(
     ("workers", "optimizer", "fn"),
     [
-        (1, "adam", loss),
+        pytest.param(1, "adam", loss, marks=pytest.mark.slow),  # below with copies
         (2, "clipped adagrad", loss),
         (2, "scheduled", dense_loss),
         *(pytest.param(3, one, fn, marks=pytest.mark.slow) for one in ("sgd", "adam") for fn in (loss, dense_loss)),

@@ -198,6 +198,7 @@ def test_the_gradients_of_a_worker_that_dies_count_on_all_servers_or_on_none(
     assert_close(params, expected_of(both))
 
 
+@pytest.mark.slow  # test_apart.py has one that leaves, test_killed.py those that are killed
 def test_where_an_update_takes_all_they_are_told_of_a_worker_that_dies(gang: LocalGang) -> None:
     with LocalGang(2) as workers, bx.open_meeting(gang, workers=2, timeout_seconds=LIMIT) as meeting:
         first = workers.submit(trained_by, meeting.of_worker(0), 0, "within", ranks=[0])

@@ -49,10 +49,9 @@ def trained(workers: int, optimizer: str, data: list[Any], fn: Any = loss, **mor
     ("workers", "optimizer"),
     [
         (1, "sgd"),
-        (2, "adagrad"),
         (2, "scheduled"),
         pytest.param(4, "adam", marks=pytest.mark.slow),  # below three workers
-        *(pytest.param(2, one, marks=pytest.mark.slow) for one in ("sgd", "adam")),
+        *(pytest.param(2, one, marks=pytest.mark.slow) for one in ("sgd", "adam", "adagrad")),
     ],
 )
 def test_workers_equal_one_device(gang: LocalGang, workers: int, optimizer: str) -> None:
@@ -100,7 +99,8 @@ def check_equal(gang: LocalGang, workers: int, optimizer: str, fn: Any = loss, *
         assert step == NUM_STEPS
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # test_summed.py and test_resizing.py have one
+@pytest.mark.parametrize("workers", [1, 2])
 def test_a_loss_that_reads_nothing_by_rows(gang: LocalGang, workers: int) -> None:
     data = batches(NUM_STEPS)
     losses, params = on_one_device("adam", data, microbatches=workers, fn=dense_loss)

@@ -104,7 +104,9 @@ def test_rows_beside_other_ways_to_divide_a_stage(name: str) -> None:
     assert "rows" in told["params/tags"]
 
 
-@pytest.mark.parametrize("strategy", [bx.Hybrid(TABLES), bx.DataParallel()], ids=["hybrid", "whole"])
+@pytest.mark.parametrize(
+    "strategy", [bx.Hybrid(TABLES), pytest.param(bx.DataParallel(), marks=pytest.mark.slow)], ids=["hybrid", "whole"]
+)
 def test_a_table_by_rows_is_in_no_collective(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, compiled = list[str](), Home.compile
 

@@ -1,5 +1,6 @@
 """A table that has the rows that were seen, and what it is to say of them."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from braidax.parallel import Seen
 from braidax.parallel.given.initial import Born
 from braidax.parallel.rows import row_optimizer
 from braidax.parallel.served.programs import TableForm, growing, rules_of_own, table_form
-from braidax.program import trace
+from braidax.program import Program, trace
 
 ROWS, WIDTH, RATE = 200, 3, 0.5
 FIRST = np.asarray(random.normal(random.key(4), (ROWS, WIDTH)))
@@ -19,10 +20,15 @@ FIRST = np.asarray(random.normal(random.key(4), (ROWS, WIDTH)))
 
 def form_of(seen: Seen | None, optimizer: Any = None) -> TableForm:
     """Returns the form of a table that grows as `seen` says, or has all rows where it is `None`."""
+    form, born = _whole(optimizer)
+    return form if seen is None else growing(form, seen, born)
+
+
+@functools.lru_cache(maxsize=16)
+def _whole(optimizer: Any) -> tuple[TableForm, Program]:
     born = trace(lambda key: Born({"table": random.normal(key, (ROWS, WIDTH))}, {}, key), random.key(0))
     rules = rules_of_own(row_optimizer(optax.sgd(RATE)) if optimizer is None else optimizer)
-    form = table_form("table", jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32), born, rules)
-    return form if seen is None else growing(form, seen, born)
+    return table_form("table", jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32), born, rules), born
 
 
 class Told:

@@ -1,5 +1,6 @@
 """A server of a table in this process, asked as workers ask it."""
 
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ OPTIMIZERS = {
 }
 
 
+@functools.cache
 def form_of(optimizer: Any) -> TableForm:
     """Returns the form of a table by an optimizer of rows."""
     born = trace(lambda key: Born({"table": jax.random.normal(key, (ROWS, WIDTH))}, {}, key), jax.random.key(0))
