@@ -33,7 +33,7 @@ def gang(gangs: dict[int, LocalGang]) -> LocalGang:
 
 
 def trained(gang: LocalGang, workers: int, optimizer: str, fn: Any, each_ahead: tuple[int, ...]) -> Any:
-    """Returns losses and parameters of the first worker, run by run. **Arguments:** `each_ahead`: by how many batches."""
+    """Returns losses and parameters of the first worker. **Arguments:** `each_ahead`: of runs, by how many batches."""
 
     def work(number: int, seat: Any) -> Any:
         data = [own_part(batch, number, workers) for batch in batches(NUM_STEPS)]
