@@ -1,5 +1,6 @@
 """Averages of parameters: of every strategy those of one device, sharded, saved, evaluated."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,19 @@ def make(strategies: Any, **options: Any) -> Any:
     return bx.parallelize(loss, optimizer, axes, strategies, init=init, batch=samples(0), **options)
 
 
+STRATEGIES: dict[str, Any] = {
+    "whole": bx.DataParallel(),
+    "sharded": bx.FullySharded(min_bytes=0),
+    "rows": bx.Hybrid(tables="rows"),
+}
+
+
+@functools.cache
+def made(strategy: str) -> Any:
+    """A step that several tests train by: it keeps no state."""
+    return make({"data": STRATEGIES[strategy]})
+
+
 def whole(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: np.array(leaf, np.float64), tree)
 
@@ -74,9 +88,9 @@ def assert_near(found: Any, wanted: Any) -> None:
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5), found, wanted)
 
 
-@pytest.mark.parametrize("strategy", [bx.DataParallel(), bx.FullySharded(min_bytes=0), bx.Hybrid(tables="rows")])
-def test_the_average_is_that_of_one_device(strategy: Any, expected: tuple[Any, Any]) -> None:
-    step = make({"data": strategy})
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_average_is_that_of_one_device(strategy: str, expected: tuple[Any, Any]) -> None:
+    step = made(strategy)
     state = updated(step)
     dense = step.to_dense(state)
     assert_near(whole(dense.params), expected[0])
@@ -87,7 +101,7 @@ def test_the_average_is_that_of_one_device(strategy: Any, expected: tuple[Any, A
 
 
 def test_it_lies_as_the_parameters_do_and_is_in_checkpoints(tmp_path: Path, expected: tuple[Any, Any]) -> None:
-    step = make({"data": bx.FullySharded(min_bytes=0)})
+    step = made("sharded")
     state = updated(step)
     assert state.opt_state.average["kernel"].sharding == state.params["kernel"].sharding
     assert not state.params["kernel"].sharding.is_fully_replicated
@@ -110,7 +124,7 @@ def test_a_state_with_the_average_is_evaluated_and_the_one_given_is_trained_on(e
 
 
 def test_tables_by_rows_are_averaged_in_the_form_of_one_device(expected: tuple[Any, Any]) -> None:
-    step = make({"data": bx.Hybrid(tables="rows")})
+    step = made("rows")
     state = updated(step)
     with pytest.raises(ArgumentError, match=r"tables by rows, \['table'\], .* step\.to_dense\(state\)"):
         bx.averaged(state)
