@@ -199,8 +199,8 @@ def test_each_leaf_of_a_batch_goes_to_the_stages_that_use_it() -> None:
 def test_a_schedule_from_csv_is_run() -> None:
     case = mlp(2)
     schedule = parse_csv(format_csv(gpipe(2, 4)))
+    assert schedule.lists == gpipe(2, 4).lists
     run = of_two_stages().scheduled(schedule)
-    assert run.schedule.lists == gpipe(2, 4).lists
     check(run, case, case.expected(4))
 
 

@@ -258,16 +258,16 @@ def test_a_step_is_measured_and_drawn_in_text_and_html(name: str, tmp_path: Path
 def test_a_trace_of_fit_has_a_lane_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("braidax.parallel.stages.running.measuring._EVERY", 5)
     case = looped()
-    step = of_schedule("ZB-H1")
+    step, other = planned(case, bx.Pipeline("ZB-H1", clock="counted")), of_schedule("ZB-H1")
     source = braidax.open({name: np.concatenate([leaf] * 10) for name, leaf in case.batch.items()})
 
-    def trained(trace: Trace | None) -> Any:
+    def trained(step: Any, trace: Trace | None) -> Any:
         loader = braidax.DataLoader(source, step.mesh, step.batch_shardings, batch_size=16, seed=0, epochs=1)
         report = Report(show="nothing", trace=trace)
         return braidax.fit(step, step.init(jax.random.key(0)), loader, report=report)
 
     trace = Trace()
-    state, untraced = trained(trace), trained(None)
+    state, untraced = trained(step, trace), trained(other, None)
     jax.tree.map(np.testing.assert_array_equal, state.params, untraced.params)  # who looks on changes nothing
     spans = {lane: [one for one in trace.spans if one.lane == lane] for lane in trace.totals()}
     assert [one.name for one in spans["stages"]] == ["operations of update 4", "operations of update 9"]
