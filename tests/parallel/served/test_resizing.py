@@ -42,7 +42,7 @@ def expected(gang: LocalGang) -> Any:
         return trained(step)
 
 
-FAST = ("adam", "two copies")
+FAST = ("two copies",)  # test_resizing_ahead.py has rows that lag behind
 
 
 @pytest.mark.parametrize("case", [name if name in FAST else pytest.param(name, marks=SLOW) for name in CASES])
