@@ -55,6 +55,7 @@ def test_a_checkpoint_goes_on_over_another_number_of_devices_and_whole(tmp_path:
 
 WHOLE = {"data": bx.DataParallel()}
 ADAM = optax.adam(optax.linear_schedule(5e-2, 1e-2, 9))
+MOMENTUM = optax.sgd(optax.linear_schedule(5e-2, 1e-2, 9), momentum=0.9)  # which compiles to less
 ADAGRAD = optax.adagrad(0.3)
 PLACED = {"HYBRID": HYBRID, "WHOLE": WHOLE}
 
@@ -223,6 +224,7 @@ FULLY = {
 }
 
 
+@functools.cache
 def over(num_devices: int, *, groups: int = 1) -> bx.Step:
     """A table of 37 rows by rows, and two dims of 9 that few counts of devices divide, sharded within each group."""
 
@@ -236,7 +238,7 @@ def over(num_devices: int, *, groups: int = 1) -> bx.Step:
         return {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
     mesh = jax.make_mesh((groups, num_devices // groups), ("group", "data"), devices=jax.devices()[:num_devices])
-    return bx.parallelize(loss, ADAM, mesh, FULLY, init=init, batch=specs(some(0, 24)))
+    return bx.parallelize(loss, MOMENTUM, mesh, FULLY, init=init, batch=specs(some(0, 24)))
 
 
 def test_what_is_padded_goes_on_over_any_number_of_devices(tmp_path: Path) -> None:
@@ -248,7 +250,7 @@ def test_what_is_padded_goes_on_over_any_number_of_devices(tmp_path: Path) -> No
     save(tmp_path / "8", state)
     file = load_file(next((tmp_path / "8").glob("*/arrays-00000.safetensors")))
     np.testing.assert_array_equal(file["0/params/kernel"], np.asarray(state.params["kernel"])[:9])
-    assert [array.shape for name, array in file.items() if name.endswith("up")] == [(9, 4)] * 3
+    assert [array.shape for name, array in file.items() if name.endswith("up")] == [(9, 4)] * 2
     now, before = state, "8"
     for count in (4, 1, 6, 8):
         with Checkpointer(tmp_path / before, Every(1)) as saver:
