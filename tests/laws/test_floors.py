@@ -42,6 +42,7 @@ DISTRIBUTIONS = {
     "sklearn": "scikit_learn",
     "tensorflow": "tensorflow_cpu",
     "PIL": "pillow",
+    "xdist": "pytest_xdist",
 }  # where the names differ
 TRACER = "jax.core.Tracer"  # what JAX documents for asking whether a value is traced
 INTERNALS = ("jax._src", "jax.core", "jax.extend", "jax.interpreters", "jaxlib")
