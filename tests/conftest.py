@@ -23,7 +23,7 @@ from jax._src.lru_cache import LRUCache
 
 pytest.register_assert_rewrite("tests.support")  # what it asserts says what it compared; before any of it is imported
 
-from tests.support.suite_time import BySharedGangs, SuiteTime, begin_long_ones_first  # noqa: E402 (behind what rewrites it)
+from tests.support.suite_time import SuiteTime, begin_long_ones_first, scope_of  # noqa: E402 (behind what rewrites it)
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 QUICK = "not slow and not gpu"  # what runs where nothing else is asked for
@@ -94,8 +94,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Says which process runs which tests, where several share them by file."""
-    return BySharedGangs(config, log) if config.option.dist == "loadfile" else None
+    """Hands files out to processes, several at once where these share what takes long to make."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(super()._split_scope(nodeid))
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

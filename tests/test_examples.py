@@ -39,6 +39,7 @@ EXPECTED = {
 }
 
 TOLD_TWICE = "load_explicit"  # by one process, and by two
+ALIKE = ("load_set_mesh", "load_equinox")  # others stand for them by day: load_explicit, load_nnx
 
 Run = Callable[..., Trained]
 
@@ -68,7 +69,10 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-@pytest.mark.parametrize("name", [name for name in EXPECTED if name != TOLD_TWICE])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in EXPECTED if name != TOLD_TWICE],
+)
 def test_an_example_learns(name: str, run: Run) -> None:
     assert_learnt(run(name), name)
 

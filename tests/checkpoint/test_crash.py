@@ -96,7 +96,7 @@ def crash(folder: Path, seeds: range, log: Path) -> None:
 
 
 def test_kill_at_any_moment_loses_no_finished_checkpoint(tmp_path: Path) -> None:
-    crash(tmp_path / "run", range(12), tmp_path / "log.jsonl")
+    crash(tmp_path / "run", range(6), tmp_path / "log.jsonl")
 
 
 @pytest.mark.slow
@@ -157,7 +157,10 @@ def test_death_at_each_point_of_a_commit(
     np.testing.assert_array_equal(got["x"], np.full(1000, step))
 
 
-@pytest.mark.parametrize(("end", "status"), [("", 0), ("raise SystemExit(3)", 3), ("raise ValueError('mine')", 1)])
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("", 0), pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.slow), ("raise ValueError('mine')", 1)],
+)
 def test_a_program_that_just_ends_finishes_its_checkpoint(tmp_path: Path, end: str, status: int) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", END.replace("{end}", end), tmp_path], capture_output=True, text=True, timeout=LIMIT

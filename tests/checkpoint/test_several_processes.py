@@ -28,6 +28,7 @@ from braidax.gang import LocalGang
 from tests.support.checkpoint.leaves import ROWS, own, tree, whole
 from tests.support.checkpoint.saving import Longer, names, read_all
 from tests.support.checkpoint.told import told
+from tests.support.comm.ranks import in_turns
 
 SECONDS = 20.0
 
@@ -290,8 +291,7 @@ def late(comm: Communicator, folder: Path, who: int, over: str) -> str:
     return json.dumps(found)
 
 
-@pytest.mark.parametrize("over", ["service", "messages"])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(("who", "over"), in_turns([0, 1], ["service", "messages"], every=2))
 def test_one_that_waits_no_longer_ends_the_wait_of_the_others(
     tmp_path: Path, two: LocalGang, who: int, over: str
 ) -> None:
@@ -344,8 +344,7 @@ def unsettled() -> None:
     raise WaitTimeout("its disk hangs")
 
 
-@pytest.mark.parametrize("call", ["restore", "newest", "load"])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(("call", "who"), in_turns(["restore", "newest", "load"], [0, 1], every=2))
 def test_one_that_raises_before_the_others_meet_it_is_heard_at_once(
     tmp_path: Path, two: LocalGang, who: int, call: str
 ) -> None:

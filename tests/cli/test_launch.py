@@ -82,7 +82,11 @@ def test_a_program_is_joined_to_one_jax(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "code", "told"),
-    [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, ""), (signal.SIGHUP, 129, "")],
+    [
+        (signal.SIGINT, 130, "interrupted\n"),
+        (signal.SIGTERM, 143, ""),
+        pytest.param(signal.SIGHUP, 129, "", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_stops_all_ranks_when_they_have_saved(tmp_path: Path, number: int, code: int, told: str) -> None:
     (tmp_path / "program.py").write_text(JOIN + SAVE + "print('pid', os.getpid())\ntime.sleep(600)\n")

@@ -84,7 +84,9 @@ def test_folders_of_others_and_of_other_versions_are_refused(tmp_path: Path) -> 
     assert "is of the version 'braidax study 9', and this braidax reads and writes 'braidax study 1'" in done.stderr
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.endswith("resnet50") else ()) for name in CASES]
+)
 def test_every_case_has_its_samples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few made-up ones, in the files that the real ones come in."""
     monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))

@@ -143,6 +143,7 @@ def files(folder: Path) -> dict[str, tuple[int, str]]:
     }
 
 
+@pytest.mark.slow
 def test_cifar_100_trains_from_its_archive(tmp_path: Path) -> None:
     data = write_cifar100(tmp_path / "cifar-100-python.tar.gz")
     arguments = ["train", "wide_resnet", "--data", data, "--out", tmp_path / "run", "--preset", "tiny"]

@@ -93,8 +93,9 @@ REFUSED: dict[str, Callable[[], pl.LazyFrame]] = {
 
 
 @pytest.mark.parametrize("build", REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize("size", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_polars_refuses(
-    build: Callable[[], pl.LazyFrame], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    build: Callable[[], pl.LazyFrame], size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     expected = alone(lambda tables: build(), None)
@@ -102,9 +103,8 @@ def test_what_polars_refuses(
     lazy = lazy_or_error(lambda tables: build(), None)
     if isinstance(lazy, BaseException):
         return  # Polars refuses it before anything is asked of ranks
-    for size in (1, 3):
-        found = united(outcomes(size, asking(lazy), timeout_seconds=LIMIT_SECONDS))
-        assert type(found) is type(expected), (found, expected)
+    found = united(outcomes(size, asking(lazy), timeout_seconds=LIMIT_SECONDS))
+    assert type(found) is type(expected), (found, expected)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -224,10 +224,11 @@ SCANS: dict[str, Callable[[Path], pl.LazyFrame]] = {
 
 @pytest.mark.parametrize("schemas", SCHEMAS)
 @pytest.mark.parametrize("scan", SCANS)
-def test_files_of_several_schemas(schemas: str, scan: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [(3,), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)
+def test_files_of_several_schemas(schemas: str, scan: str, sizes: tuple[int, ...], tmp_path: Path) -> None:
     path = written(tmp_path, *SCHEMAS[schemas])
     expected = alone(lambda tables: SCANS[scan](path), None)
-    for size in (1, 2, 3):
+    for size in sizes:
         found = united(outcomes(size, asking(SCANS[scan](path)), timeout_seconds=LIMIT_SECONDS))
         if isinstance(expected, pl.DataFrame):
             assert isinstance(found, pl.DataFrame), found

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,26 @@ def test_a_table_of_eight_times_the_limit(query: Callable[..., pl.LazyFrame], tm
     assert not list(spilled.iterdir())
 
 
-def test_a_rank_that_is_killed_leaves_no_files(tmp_path: Path) -> None:
-    table = build(tmp_path / "table.parquet", 100_000)
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> pl.LazyFrame:
+    """A table that does not fit into the least memory."""
+    return build(tmp_path_factory.mktemp("table") / "table.parquet", 100_000)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[LocalGang]:
+    with LocalGang(2) as gang:
+        yield gang
+
+
+@pytest.fixture
+def gang(shared: LocalGang) -> LocalGang:
+    """A gang whose ranks live, whatever another test did to them."""
+    shared.replace()
+    return shared
+
+
+def test_a_rank_that_is_killed_leaves_no_files(table: pl.LazyFrame, gang: LocalGang, tmp_path: Path) -> None:
     spilled = tmp_path / "spilled"
     spilled.mkdir()
     memory = bf.Memory(limit_bytes=32 << 20, spill_folder=spilled)
@@ -93,13 +111,13 @@ def test_a_rank_that_is_killed_leaves_no_files(tmp_path: Path) -> None:
         return rows
 
     lazy = table.sort("k").map_batches(kill, streamable=True, schema=table.collect_schema()).sort("s")
-    with LocalGang(2) as gang, pytest.raises(PeerLost):
-        bf.from_polars(lazy, gang, memory=memory).sink_parquet(tmp_path / "out")
+    with pytest.raises(PeerLost):
+        bf.from_polars(lazy, gang, memory=memory).sink_parquet(tmp_path / "out", max_replays=0)
     assert Path(seen).exists()
     assert not list(spilled.iterdir())
 
 
-def test_a_function_that_raises_leaves_no_files(tmp_path: Path) -> None:
+def test_a_function_that_raises_leaves_no_files(table: pl.LazyFrame, gang: LocalGang, tmp_path: Path) -> None:
     spilled = tmp_path / "spilled"
     spilled.mkdir()
     memory = bf.Memory(limit_bytes=32 << 20, spill_folder=spilled)
@@ -107,18 +125,16 @@ def test_a_function_that_raises_leaves_no_files(tmp_path: Path) -> None:
     def fails(value: Any) -> int:
         raise ValueError(f"no {value}")
 
-    lazy = build(tmp_path / "table.parquet", 100_000).sort("s").select(pl.col("k").map_elements(fails, pl.Int64))
-    with LocalGang(2) as gang:
-        with pytest.raises(Exception, match="no 7"):
-            bf.from_polars(lazy, gang, memory=memory).sink_parquet(tmp_path / "out")
-        assert not list(spilled.iterdir())
-        assert not (tmp_path / "out").exists()
+    lazy = table.sort("s").select(pl.col("k").map_elements(fails, pl.Int64))
+    with pytest.raises(Exception, match="no 7"):
+        bf.from_polars(lazy, gang, memory=memory).sink_parquet(tmp_path / "out")
+    assert not list(spilled.iterdir())
+    assert not (tmp_path / "out").exists()
 
 
-def test_limits_and_folders_that_cannot_be(tmp_path: Path) -> None:
+def test_limits_and_folders_that_cannot_be(table: pl.LazyFrame, gang: LocalGang, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"limit_bytes=7: expected at least 33554432 .32 MiB.*give a rank more"):
         bf.Memory(limit_bytes=7)
     memory = bf.Memory(limit_bytes=32 << 20, spill_folder=tmp_path / "not there")
-    table = build(tmp_path / "table.parquet", 100_000)
-    with LocalGang(1) as gang, pytest.raises(Exception, match=r"spill_folder='.*not there' takes no file.*local disk"):
+    with pytest.raises(Exception, match=r"spill_folder='.*not there' takes no file.*local disk"):
         bf.collect(table.sort("s"), gang, memory=memory)

@@ -81,7 +81,7 @@ LAYOUTS = strategies.tuples(
 )
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(layout=LAYOUTS, size=strategies.integers(1, 4), inferred=strategies.sampled_from([0, 2, 100]))
 def test_drawn_csv(
     layout: tuple[list[list[str]], str, bool, bool],
@@ -101,7 +101,7 @@ def test_drawn_csv(
 VALUES = (None, 1, -2, "a\nb", '"', "日本🙂", "", 'x,"' * 20)
 
 
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=10)
 @hypothesis.given(
     rows=strategies.lists(strategies.tuples(strategies.sampled_from(VALUES[:3]), strategies.sampled_from(VALUES[3:]))),
     newline=strategies.sampled_from(["\n", "\r\n", "\n\n"]),
@@ -133,7 +133,7 @@ def expected_parts(data: bytes, size: int, quote: bytes) -> list[bytes]:
     return parts
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(
     data=strategies.lists(strategies.sampled_from([b"a", b"\n", b'"', b"\r\n", b"long" * 9, "é".encode()])).map(
         b"".join
@@ -332,8 +332,7 @@ PLANS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("suffix", ONE)
+@pytest.mark.parametrize(("plan", "suffix"), in_turns(PLANS, ONE, every=2))
 def test_plans_of_one_file(suffix: str, plan: str, tables: Any, worlds: Worlds) -> None:
     for shape, sizes in (("usual", (2, 3)), ("empty", (2,)), ("tiny", (3,))):
         asked = Asked.of(Query(plan, lambda t: PLANS[plan](ONE[suffix](t))), tables(shape))

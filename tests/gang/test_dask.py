@@ -198,7 +198,7 @@ def test_a_rank_that_takes_too_long_is_named_in_time(client: distributed.Client)
         assert gang.run(clusters.backwards, 1.0) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
 
 
-@pytest.mark.parametrize("kind", ["processes", "threads"])
+@pytest.mark.parametrize("kind", [pytest.param("processes", marks=pytest.mark.slow), "threads"])
 def test_two_gangs_on_the_same_workers_do_not_wait_for_one_another(kind: str, request: pytest.FixtureRequest) -> None:
     client: distributed.Client = request.getfixturevalue(kind)
     worker = min(client.nthreads())
@@ -215,7 +215,10 @@ def test_two_gangs_on_the_same_workers_do_not_wait_for_one_another(kind: str, re
         client.cancel(made, force=True)
 
 
-@pytest.mark.parametrize(("ending", "code"), [("", 0), ("raise ValueError('the value')", 1), ("sys.exit(3)", 3)])
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [("", 0), ("raise ValueError('the value')", 1), pytest.param("sys.exit(3)", 3, marks=pytest.mark.slow)],
+)
 def test_a_worker_is_as_before_when_the_job_is_over(
     client: distributed.Client, tmp_path: Path, ending: str, code: int
 ) -> None:
@@ -238,7 +241,7 @@ def staying_gang(client: distributed.Client) -> Iterator[DaskGang]:
         yield gang
 
 
-@pytest.mark.parametrize("check", staying.every_other(1), ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", staying.one_of_three(1), ids=lambda check: check.__name__)
 def test_a_gang_on_dask_stays(staying_gang: DaskGang, tmp_path: Path, check: Callable[[Gang, Path], None]) -> None:
     check(staying_gang, tmp_path)
 
@@ -261,7 +264,7 @@ def test_the_store_is_replaced_with_the_worker_that_it_lay_on(staying_gang: Dask
     assert staying_gang.get("x", ranks=[1, 2]) == ["b", "c"]
 
 
-@pytest.mark.parametrize("other", [0, 2])
+@pytest.mark.parametrize("other", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_worker_that_ends_while_another_one_is_replaced_is_replaced_next(
     staying_gang: DaskGang, monkeypatch: pytest.MonkeyPatch, other: int
 ) -> None:
@@ -463,7 +466,7 @@ def test_the_store_between_processes(store: DaskStore, client: distributed.Clien
         clusters.check_between_processes(store, DaskStore, gang)
 
 
-@pytest.mark.parametrize("end", ["the gang's", "the worker's"])
+@pytest.mark.parametrize("end", ["the gang's", pytest.param("the worker's", marks=pytest.mark.slow)])
 def test_a_store_outlives_its_users_and_not_its_gang(store: DaskStore, client: distributed.Client, end: str) -> None:
     store.set("key", b"kept")
     store.close()

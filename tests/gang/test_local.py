@@ -143,7 +143,7 @@ def test_what_cannot_be_sent_is_named(gang: LocalGang) -> None:
     [
         (0, "ended with exit status 3"),
         (signal.SIGKILL, r"was ended by signal 9 \(SIGKILL\), as the kernel does when memory runs out"),
-        (signal.SIGSEGV, r"was ended by signal 11 \(SIGSEGV\)"),
+        pytest.param(signal.SIGSEGV, r"was ended by signal 11 \(SIGSEGV\)", marks=pytest.mark.slow),
     ],
 )
 def test_a_process_that_ends_is_named_with_its_last_lines(gang: LocalGang, number: int, how: str) -> None:
@@ -266,7 +266,10 @@ else:
 """
 
 
-@pytest.mark.parametrize(("others", "named"), [("pass", "rank [01]"), ("time.sleep(600)", "ranks 0, 1")])
+@pytest.mark.parametrize(
+    ("others", "named"),
+    [("pass", "rank [01]"), pytest.param("time.sleep(600)", "ranks 0, 1", marks=pytest.mark.slow)],
+)
 def test_processes_that_do_not_start_are_named_in_time(tmp_path: Path, others: str, named: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLEEPING.format(others=others))
     gang = LocalGang(2, timeout_seconds=3.0, environment={"PYTHONPATH": str(tmp_path)})
@@ -287,13 +290,13 @@ def test_starting_and_stopping_leave_nothing() -> None:
     files, threads = open_files(), threading.active_count()
     gang = LocalGang(1)
     pids: list[int] = []
-    for _ in range(8):
+    for _ in range(3):
         with gang:
             pids += gang.run(programs.pids)
         gang.stop()
         assert (open_files(), threading.active_count()) == (files, threads)
-    assert gang.generation == 7
-    assert len(set(pids)) == 8
+    assert gang.generation == 2
+    assert len(set(pids)) == 3
     assert all(not Path(f"/proc/{pid}").exists() for pid in pids)
 
 

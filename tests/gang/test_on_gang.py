@@ -70,6 +70,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:
     assert any("program.py" in line for line in told)
 
 
+@pytest.mark.slow
 def test_all_start_again_under_the_next_generation(tmp_path: Path) -> None:
     text = """
         print("generation", os.environ["BRAIDAX_GENERATION"])

@@ -141,7 +141,7 @@ def test_a_host_whose_connection_ends_is_named_and_its_ranks_end(run: Launch) ->
     wait_until_gone([int(line.split()[-1]) for line in lines if "] pid " in line], seconds=10)
 
 
-@pytest.mark.parametrize(("grace_seconds", "saves"), [(30.0, True), (0.1, False)])
+@pytest.mark.parametrize(("grace_seconds", "saves"), [(30.0, True), pytest.param(0.1, False, marks=pytest.mark.slow)])
 def test_ranks_have_time_to_save_when_all_are_stopped(
     run: Launch, monkeypatch: pytest.MonkeyPatch, grace_seconds: float, saves: bool
 ) -> None:
@@ -155,6 +155,7 @@ def test_ranks_have_time_to_save_when_all_are_stopped(
     assert ("braidax launch: had to kill ranks that did not end: 0, 1, 2" in lines) == (not saves)
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_all_at_once(run: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRAIDAX_LAUNCHER", str(os.getpid()))
     code, lines = run(

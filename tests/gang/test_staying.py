@@ -166,7 +166,7 @@ def test_many_replacements_leave_nothing() -> None:
 
     with LocalGang(2) as gang:
         before = open_files()
-        for _ in range(4):
+        for _ in range(2):
             with pytest.raises(PeerLost):
                 gang.run(clusters.die_in_one, 1)
             gang.replace()

@@ -1,6 +1,6 @@
 """A broken tree in a temporary folder, on which each law shows that it can fail."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 
@@ -9,11 +9,12 @@ import pytest
 from tests.support.tree import parsed
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forgotten_trees() -> Iterator[None]:
-    """Forgets what a file of laws has parsed: millions of nodes, which later collections of garbage would walk."""
-    yield
-    parsed.cache_clear()
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Forgets what laws have parsed when tests elsewhere follow: millions of nodes, which later collections of garbage
+    would walk."""
+    if nextitem is None or not nextitem.path.is_relative_to(Path(__file__).parent):
+        parsed.cache_clear()
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ from tests.support.suite_time import (
     BUDGET_SECONDS,
     LONG_FILES,
     SAME_GANGS,
+    SAME_PROCESS,
     begin_long_ones_first,
     over_budget,
-    run_by_one,
+    scope_of,
 )
 from tests.support.tree import ROOT, SRC, Definition, decorators, definitions, imports, is_dunder, modules
 
@@ -241,10 +242,13 @@ def test_files_that_share_gangs_come_one_after_the_other() -> None:
     assert [item.location[1] for item in items] == [6, 4, 5, 3, 0, 1, 2]
 
 
-def test_one_process_has_all_files_that_share_gangs() -> None:
-    disk, apart = "tests/parallel/served/test_disk.py::test_a[1]", "tests/parallel/workers/test_apart.py::test_b"
-    assert run_by_one(disk) == run_by_one(apart) == "tests/parallel/served/"
-    assert run_by_one("tests/parallel/test_plan.py::test_c") == "tests/parallel/test_plan.py"
+def test_files_that_share_what_takes_long_to_make_go_to_one_process() -> None:
+    assert [path for path in SAME_PROCESS if not (ROOT / path).exists()] == []
+    assert scope_of("tests/laws/test_words.py") == scope_of("tests/laws/test_budgets.py")
+    assert scope_of("tests/laws/test_docs.py") == "tests/laws/test_docs.py"
+    served, workers = "tests/parallel/served/test_disk.py", "tests/parallel/workers/test_apart.py"
+    assert scope_of(served) == scope_of(workers) == "tests/parallel/served/"
+    assert scope_of("tests/parallel/test_plan.py") == "tests/parallel/test_plan.py"
 
 
 def test_a_folder_over_its_budget_is_found() -> None:

@@ -79,7 +79,9 @@ def test_the_face_is_in_order() -> None:
     assert faults(SRC / "braidax" / "__init__.py") == []
 
 
-@pytest.mark.parametrize("first", ["", "import braidax.loop", "from braidax.data import open"])
+@pytest.mark.parametrize(
+    "first", [pytest.param("", marks=pytest.mark.slow), "import braidax.loop", "from braidax.data import open"]
+)
 def test_a_name_is_the_same_whatever_was_imported_before(first: str) -> None:
     code = f"{first}\nimport braidax\nprint(*[type(getattr(braidax, name)).__name__ for name in braidax.__all__])"
     command = [sys.executable, "-c", code]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.support.tree import SRC, Module, modules
+from tests.support.tree import SRC, Module, last_name, modules
 
 # `name=`: not `==`, nor the tail of an option such as --name=, nor an environment variable, which is all capitals.
 NAMED = re.compile(r"(?<![\w.\-])(?![A-Z_0-9]+=)([A-Za-z_]\w*)=(?!=)")
@@ -26,7 +26,7 @@ def unknown_parameters(source: Path) -> list[str]:
         f"{module.path}:{call.lineno} names {name}="
         for module in tree
         for call in ast.walk(module.syntax)
-        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] in errors
+        if isinstance(call, ast.Call) and last_name(call.func) in errors
         for name in NAMED.findall(_message(call))
         if name not in taken
     ]

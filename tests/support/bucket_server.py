@@ -1,6 +1,7 @@
 """An S3 or Google Cloud Storage server on loopback that notes what it is asked, and answers otherwise if told so."""
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable
@@ -87,10 +88,16 @@ class _Handler(WSGIRequestHandler):
         """Says nothing."""
 
 
+@functools.cache
+def _moto() -> Any:
+    """What answers as S3 does; it is made once, and emptied for each server."""
+    return DomainDispatcherApplication(create_backend_app)
+
+
 @contextlib.contextmanager
 def serving_bucket(scheme: str = "s3") -> Generator[BucketServer]:
     """Runs a server."""
-    s3: Any = DomainDispatcherApplication(create_backend_app)
+    s3 = _moto()
     right = GoogleStorage(s3) if scheme == "gs" else s3
     told = BucketServer(scheme)
 

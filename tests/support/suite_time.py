@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 BUDGET_SECONDS: dict[str, int] = {
     "checkpoint": 42,
@@ -79,6 +78,23 @@ SAME_GANGS = ("tests/parallel/served/", "tests/parallel/workers/", "tests/parall
 the other, in one process. Each process that has some of them starts servers of its own, which compile what they run."""
 
 
+SAME_PROCESS = {
+    "tests/checkpoint/test_several_places.py": "tests/checkpoint/test_several",
+    "tests/checkpoint/test_several_processes.py": "tests/checkpoint/test_several",
+    **{
+        f"tests/laws/test_{name}.py": "tests/laws"
+        for name in ("annotations", "budgets", "floors", "messages", "side_effects", "site", "words")
+    },
+}
+"""Files that one process runs, by the name of what they share: processes of one `jax.distributed`, and all our modules,
+parsed. In several processes each would make them for itself."""
+
+
+def scope_of(path: str) -> str:
+    """Returns the name under which pytest-xdist hands out a file: one name goes to one process."""
+    return SAME_GANGS[0] if path.startswith(SAME_GANGS) else SAME_PROCESS.get(path, path)
+
+
 def begin_long_ones_first(items: list[pytest.Item]) -> None:
     """Orders tests by file: `SAME_GANGS`, `LONG_FILES`, then those of most tests. The tests of a file stay together.
 
@@ -92,18 +108,6 @@ def begin_long_ones_first(items: list[pytest.Item]) -> None:
         return not path.startswith(SAME_GANGS), path not in LONG_FILES, -num_tests[path], path
 
     items.sort(key=order)
-
-
-def run_by_one(nodeid: str) -> str:
-    """Returns what a process runs all of, once it runs one of its tests: `SAME_GANGS`, or the file of a test."""
-    return SAME_GANGS[0] if nodeid.startswith(SAME_GANGS) else nodeid.partition("::")[0]
-
-
-class BySharedGangs(LoadFileScheduling):
-    """Hands out tests to processes by `run_by_one`."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return run_by_one(nodeid)
 
 
 def over_budget(seconds: Mapping[str, float]) -> list[str]:

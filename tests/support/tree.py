@@ -60,7 +60,7 @@ def imports(module: Module, known: set[str]) -> list[Import]:
     typing_only = {
         id(inner)
         for node in ast.walk(module.syntax)
-        if isinstance(node, ast.If) and any(_last_name(part) == "TYPE_CHECKING" for part in ast.walk(node.test))
+        if isinstance(node, ast.If) and any(last_name(part) == "TYPE_CHECKING" for part in ast.walk(node.test))
         for inner in ast.walk(node)
     }
     found: list[Import] = []
@@ -74,7 +74,7 @@ def imports(module: Module, known: set[str]) -> list[Import]:
                 longer = f"{origin}.{alias.name}"
                 found.append(Import(longer if longer in known else origin, node.lineno, way))
         elif isinstance(node, ast.Call):
-            called = _last_name(node.func)
+            called = last_name(node.func)
             if called in ("import_module", "__import__", "import_extra") and node.args:
                 target = node.args[0]
                 if isinstance(target, ast.Constant) and isinstance(target.value, str):
@@ -84,7 +84,7 @@ def imports(module: Module, known: set[str]) -> list[Import]:
     return sorted(found, key=lambda line: line.line)
 
 
-def _last_name(node: ast.AST) -> str:
+def last_name(node: ast.AST) -> str:
     """Returns `c` of `a.b.c`, and nothing of what is no name."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
@@ -146,4 +146,4 @@ def _definitions(module: Module, body: list[ast.stmt], prefix: str, owner: ast.C
 
 def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
     """Returns the last names of the decorators: `overload` for `@typing.overload`."""
-    return {_last_name(item.func if isinstance(item, ast.Call) else item) for item in node.decorator_list}
+    return {last_name(item.func if isinstance(item, ast.Call) else item) for item in node.decorator_list}

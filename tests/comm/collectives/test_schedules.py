@@ -117,7 +117,7 @@ SIZES = st.integers(1, 12)
 COUNTS = st.one_of(st.integers(0, 40), st.integers(2000, 9000))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(SIZES, COUNTS, st.sampled_from(sorted(HOSTS)), st.booleans(), st.integers(0, 1000))
 def test_all_reduce(size: int, count: int, hosts: str, in_place: bool, seed: int) -> None:
     own = _arrays(size, count)
@@ -130,7 +130,7 @@ def test_all_reduce(size: int, count: int, hosts: str, in_place: bool, seed: int
         np.testing.assert_array_equal(found, expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SIZES, COUNTS, st.data())
 def test_reduce(size: int, count: int, data: st.DataObject) -> None:
     root = data.draw(st.integers(0, size - 1))
@@ -141,7 +141,7 @@ def test_reduce(size: int, count: int, data: st.DataObject) -> None:
     np.testing.assert_array_equal(out[root], np.sum(own, axis=0))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SIZES, COUNTS, st.integers(0, 1000))
 def test_reduce_scatter(size: int, count: int, seed: int) -> None:
     own = _arrays(size, size * count)
@@ -152,7 +152,7 @@ def test_reduce_scatter(size: int, count: int, seed: int) -> None:
     np.testing.assert_array_equal(np.concatenate(out), np.sum(own, axis=0))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SIZES, COUNTS, st.integers(0, 1000))
 def test_all_to_all(size: int, count: int, seed: int) -> None:
     own, out = _arrays(size, size * count), [np.zeros(size * count, np.int64) for _ in range(size)]
@@ -161,7 +161,7 @@ def test_all_to_all(size: int, count: int, seed: int) -> None:
     np.testing.assert_array_equal(np.stack(out).reshape(size, size, count), expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SIZES, COUNTS, st.integers(0, 1000))
 def test_all_gather(size: int, count: int, seed: int) -> None:
     own, out = _arrays(size, count), [np.zeros(size * count, np.int64) for _ in range(size)]
@@ -170,7 +170,7 @@ def test_all_gather(size: int, count: int, seed: int) -> None:
         np.testing.assert_array_equal(found, np.concatenate(own))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(SIZES, st.one_of(st.integers(0, 40), st.integers(1900, 40_000)), st.data())
 def test_broadcast(size: int, count: int, data: st.DataObject) -> None:
     root = data.draw(st.integers(0, size - 1))

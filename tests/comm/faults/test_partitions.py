@@ -62,7 +62,7 @@ def join(members: list[Member], stances: list[str], *, generation: int = 0, **gi
     [
         pytest.param(["recv", "idle"], marks=pytest.mark.slow),
         ["all_reduce", "idle", "all_reduce"],
-        ["operations"] * 3,
+        pytest.param(["operations"] * 3, marks=pytest.mark.slow),
     ],
     ids=["two", "three", "busy"],
 )

@@ -64,7 +64,11 @@ def programs(folder: Path, how: str) -> Iterator[list[subprocess.Popen[str]]]:
     ("how", "last_line"),
     [
         ("kill", "braidax.errors.PeerLost: rank 1 (host host-1) is lost: "),
-        ("stop", "braidax.errors.PeerLost: rank 1 (host host-1) is lost: nothing came from it for 2 s"),
+        pytest.param(
+            "stop",
+            "braidax.errors.PeerLost: rank 1 (host host-1) is lost: nothing came from it for 2 s",
+            marks=pytest.mark.slow,
+        ),
         ("raise", "braidax.errors.Aborted: rank 1 (host host-1) ended the generation: ValueError: no such column"),
     ],
     ids=["kill", "stop", "raise"],

@@ -65,7 +65,7 @@ def _drawn_pairs() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", in_turn(1))
 def test_every_operation(transport: str) -> None:
     def run(comm: Communicator) -> str:
         found = exercise(comm)

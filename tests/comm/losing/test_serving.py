@@ -13,6 +13,7 @@ from braidax.comm.group_messages import ASK, tag_of
 from braidax.comm.messages import LENGTHS
 from braidax.errors import PeerLost
 from tests.support.comm.losing.worlds import LIMIT_SECONDS, TRANSPORTS, VICTIM, lose, raises_lost, until, world
+from tests.support.comm.ranks import in_turns
 
 _COUNT = 100_000
 
@@ -21,8 +22,7 @@ def echo(source: int, value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("count", [1, _COUNT])
+@pytest.mark.parametrize(("count", "transport"), in_turns([1, _COUNT], TRANSPORTS, every=2))
 def test_a_lost_asker_is_forgotten(count: int, transport: str) -> None:
     """Rank 2 is lost while it asks: the server goes on with the others, and waits for it no more."""
     asked = threading.Event()
@@ -84,8 +84,10 @@ def test_a_server_that_is_lost_while_it_is_asked(transport: str) -> None:
     world(4, run, transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("message", [b"abc", struct.pack("<QQ", 77, 5), struct.pack("<QQ", 0, 5) + b"short"])
+@pytest.mark.parametrize(
+    ("message", "transport"),
+    in_turns([b"abc", struct.pack("<QQ", 77, 5), struct.pack("<QQ", 0, 5) + b"short"], TRANSPORTS, every=2),
+)
 def test_who_asks_what_cannot_be_is_lost_alone(message: bytes, transport: str) -> None:
     heard = threading.Event()
 

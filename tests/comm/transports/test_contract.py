@@ -22,6 +22,11 @@ WORLDS = [
     for name in IN_THREADS
     for size in (1, 2, 3, 4)
 ]
+ALONE = [
+    pytest.param(name, size, marks=() if size == QUICK_SIZES[name][-1] else pytest.mark.slow)
+    for name in IN_THREADS
+    for size in (1, 2, 3, 4)
+]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +74,7 @@ def test_contract(
     assert check in passed, error
 
 
-@pytest.mark.parametrize(("name", "size"), WORLDS)
+@pytest.mark.parametrize(("name", "size"), ALONE)
 @pytest.mark.parametrize("check", [*checks.CLOSING, *checks.CONNECTING], ids=lambda check: check.__name__)
 def test_contract_of_a_world_of_its_own(check: Check, name: str, size: int) -> None:
     run_threads(functools.partial(make, name), size, check, connects=check in checks.CONNECTED)

@@ -332,13 +332,13 @@ ACTIONS = strategies.one_of(
 )
 
 
-@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(actions=strategies.lists(ACTIONS, max_size=12))
 def test_c_and_python_make_the_same_of_drawn_frames(actions: list[tuple[Any, ...]]) -> None:
     assert outcome("C", actions) == outcome("Python", actions)
 
 
-@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(data=strategies.binary(max_size=2000), receives=strategies.integers(0, 3))
 def test_c_and_python_make_the_same_of_any_bytes(data: bytes, receives: int) -> None:
     actions: list[tuple[Any, ...]] = [("receive", tag, 100) for tag in range(receives)]

@@ -177,7 +177,7 @@ def check(loader: DataLoader, load: dict[str, Any]) -> None:
     assert loader.cursor == Cursor(load["cursor"].seed, 2, 0)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(loads(), st.sampled_from([1, 4, 16]), st.sampled_from([None, 0.0, 1e-3]), st.integers(1, 5))
 def test_threads_hedges_and_slow_reads_change_no_bit(
     load: dict[str, Any], threads: int, hedge_seconds: float | None, prefetch: int
@@ -186,7 +186,7 @@ def test_threads_hedges_and_slow_reads_change_no_bit(
     check(make_loader(source, load, threads=threads, hedge_seconds=hedge_seconds, prefetch=prefetch), load)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(loads(), st.sampled_from([1, 4, 16]))
 def test_a_read_that_fails_once_and_is_hedged_changes_no_bit(load: dict[str, Any], threads: int) -> None:
     source = Faulty(slow_seconds=0.003, failing=0.5)

@@ -407,7 +407,10 @@ if sys.argv[1] == "raises":
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("fast", 0), ("slow", 0), ("foreign", 0), ("raises", 3)])
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [pytest.param("fast", 0, marks=pytest.mark.slow), ("slow", 0), ("foreign", 0), ("raises", 3)],
+)
 def test_a_program_may_end_in_the_middle_of_a_loop(how: str, status: int) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SUSPENDED, how], capture_output=True, text=True, timeout=120, check=False

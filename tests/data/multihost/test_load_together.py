@@ -30,7 +30,10 @@ from tests.support.data.numbered import Numbers
 NUM_DEVICES = 8
 
 
-@pytest.fixture(scope="module", params=[(2, 4), (4, 2)], ids=lambda param: f"{param[0]}x{param[1]}")
+# Two processes of four devices each by default; by nightly four of two as well.
+@pytest.fixture(
+    scope="module", params=[pytest.param((2, 4), id="2x4"), pytest.param((4, 2), id="4x2", marks=pytest.mark.slow)]
+)
 def gang(request: pytest.FixtureRequest) -> Iterator[LocalGang]:
     with jax_gang(*request.param) as running:
         yield running
@@ -191,8 +194,14 @@ def num_collectives(comm: Any, case: Case) -> list[int]:
         return [packed, count()]
 
 
-@pytest.mark.parametrize(("rows", "microbatches"), [(16, None), (3, None), (16, 3), (5, 2)])
-@pytest.mark.parametrize("entry", [None, ("a",)])
+@pytest.mark.parametrize(
+    ("rows", "microbatches", "entry"),
+    [
+        pytest.param(rows, microbatches, entry, marks=() if (number + place) % 2 == 0 else pytest.mark.slow)
+        for number, (rows, microbatches) in enumerate([(16, None), (3, None), (16, 3), (5, 2)])
+        for place, entry in enumerate([None, ("a",)])
+    ],
+)
 def test_small_leaves_share_one_collective(
     gang: LocalGang, rows: int, microbatches: int | None, entry: tuple[str, ...] | None
 ) -> None:

@@ -120,7 +120,7 @@ def expected_shardings(mesh: Mesh, batch: dict[str, Any], specs: dict[str, Any])
     return jax.tree.leaves(full)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(case=cases(), max_rows=st.integers(1, 50))
 def test_every_shard_is_the_slice_that_numpy_takes(case: tuple[Any, Mesh, Any], max_rows: int) -> None:
     batch, mesh, specs = case
@@ -136,7 +136,7 @@ def test_every_shard_is_the_slice_that_numpy_takes(case: tuple[Any, Mesh, Any], 
         assert_same(array, expected, sharding)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(case=cases())
 def test_the_way_of_accelerators_gives_the_same(case: tuple[Any, Mesh, Any]) -> None:
     batch, mesh, specs = case
@@ -148,7 +148,7 @@ def test_the_way_of_accelerators_gives_the_same(case: tuple[Any, Mesh, Any]) -> 
         assert_same(replicate_on_device(leaf, views), expected, leaf.sharding)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(case=cases(), max_rows=st.integers(1, 50))
 def test_ranges_of_rows_cover_the_batch_once(case: tuple[Any, Mesh, Any], max_rows: int) -> None:
     batch, mesh, specs = case
@@ -164,7 +164,7 @@ def test_ranges_of_rows_cover_the_batch_once(case: tuple[Any, Mesh, Any], max_ro
             assert view.shape == (stop - start, *leaf.shape[1:])
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(case=cases())
 def test_no_two_things_share_a_byte_of_the_slot(case: tuple[Any, Mesh, Any]) -> None:
     batch, mesh, specs = case

@@ -27,7 +27,7 @@ def segment_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*-*") if path.is_file())
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(0, 41), st.integers(1, 20)), max_size=6),
     st.lists(st.tuples(st.integers(0, len(DATA) - 1), st.integers(1, 3 * SEGMENT)), max_size=6),

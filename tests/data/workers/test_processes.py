@@ -506,7 +506,7 @@ def test_workers_do_not_outlive_a_killed_program(start: Any, tmp_path: Path) -> 
     assert shared == {"/memfd:braidax (deleted)"}  # what has no name is gone with its last process
 
 
-@pytest.mark.parametrize("moment", ["starting", "running"])
+@pytest.mark.parametrize("moment", [pytest.param("starting", marks=pytest.mark.slow), "running"])
 def test_an_interrupted_program_ends_quietly(start: Any, tmp_path: Path, moment: str) -> None:
     program = start(epochs=0)
     await_line(program, "begun")

@@ -89,7 +89,7 @@ def test_several_die_one_after_the_other(gang: LocalGang, notes: Path, caplog: p
     assert profile.seconds < 60
 
 
-@pytest.mark.parametrize("max_replays", [0, 1])
+@pytest.mark.parametrize("max_replays", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_replays_are_bounded(gang: LocalGang, notes: Path, max_replays: int) -> None:
     with pytest.raises(PeerLost, match=r"^rank 2 \(host .* was ended by signal 9") as raised:
         bf.collect(dying(notes, times=9), gang, max_replays=max_replays)
@@ -174,7 +174,7 @@ def test_ranks_die_while_a_table_is_persisted_and_while_it_is_read(gang: LocalGa
     assert_frame_equal(found, table().group_by("k").agg(pl.len()).sort("k"))
 
 
-@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+@pytest.mark.parametrize("kind", ["arrow", pytest.param("parquet", marks=pytest.mark.slow)])
 def test_a_folder_is_written_once_and_whole(gang: LocalGang, notes: Path, tmp_path: Path, kind: str) -> None:
     frame = bf.from_polars(dying(notes, times=1), gang)
     out = tmp_path / "folders" / "out"

@@ -94,6 +94,7 @@ def test_what_waits_on_disk_is_drawn(tmp_path: Path) -> None:
     check_ended(terminal, told)
 
 
+@pytest.mark.slow
 def test_bars_go_when_the_plan_fails(tmp_path: Path) -> None:
     with on_terminal(program(tmp_path, show="bar"), tmp_path) as terminal:
         terminal.until(r" runs on 2 of 2")

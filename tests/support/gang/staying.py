@@ -416,10 +416,10 @@ def _anything(gang: Gang, chance: random.Random) -> None:
                 raise
 
 
-def every_other(first: int) -> list[Any]:
-    """Returns all checks, for pytest: one of two, from the first or the second on, and the others in the long run."""
+def one_of_three(first: int) -> list[Any]:
+    """Returns all checks, for pytest: one of three, from `first` on, and the others in the long run."""
     return [
-        pytest.param(check, marks=() if number % 2 == first else pytest.mark.slow)
+        pytest.param(check, marks=() if number % 3 == first else pytest.mark.slow)
         for number, check in enumerate(CHECKS)
     ]
 

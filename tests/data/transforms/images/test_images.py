@@ -267,7 +267,7 @@ def test_opencv_is_quiet_until_the_last_thread_is_done() -> None:
     assert levels == [3, 0, 3]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.integers(0, 2), st.lists(st.tuples(st.floats(0, 0.9999), st.integers(0, 255)), min_size=1, max_size=6))
 def test_damage_writes_nothing_beside_its_place(number: int, changes: list[tuple[float, int]]) -> None:
     options = [{"subsampling": 2}, {"restart_marker_blocks": 2}, {"mode": "L", "optimize": True}][number]
