@@ -21,7 +21,7 @@ SUMS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.float32])
 @pytest.mark.parametrize("name", [*SUMS])
 def test_they_and_their_gradients_are_compiled_and_right(name: str, dtype: Any) -> None:
     local, given, made = SUMS[name]

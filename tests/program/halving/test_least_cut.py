@@ -26,7 +26,7 @@ def test_the_least_value_of_a_chain_is_taken_and_of_equal_ones_the_last() -> Non
     assert least_cut({"a": 3, "b": 0, "c": 5, "d": 1}, CHAIN, {"a"}, {"d"}) == {"b"}
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 30))])
 def test_nothing_that_is_less_will_do(seed: int) -> None:
     random = np.random.default_rng(seed)
     sizes = {at: int(random.integers(1, 9)) for at in range(9)}

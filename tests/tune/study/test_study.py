@@ -187,6 +187,7 @@ def test_what_training_raises_comes_out(tmp_path: Path) -> None:
         run_study(case, DESIGN, StudyFolder(tmp_path, ABOUT), place=PLACE)
 
 
+@pytest.mark.slow
 def test_two_processes_train_in_stages(tmp_path: Path) -> None:
     design = Design(("pipedream-prefetch",), num_blocks=1, num_steps=3)
     folder = StudyFolder(tmp_path, ABOUT)
