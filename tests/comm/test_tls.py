@@ -21,7 +21,7 @@ def contexts(folder: Path) -> Tls:
     return Tls(server, ssl.create_default_context(cafile=folder / "authority.pem"))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_operation(size: int, tmp_path: Path) -> None:
     tls = contexts(tmp_path)
     assert results(size, exercise, transport="tcp", tunings=[Tuning(tls=tls)] * size) == ["exercised"] * size

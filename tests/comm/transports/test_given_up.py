@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tests.support.comm.ranks import by_day
 from tests.support.comm.transports.ucx_ranks import WAYS, Rank, Ranks
 
 SIZES = (13_864, 1 << 20, 40 << 20)
@@ -44,7 +45,7 @@ def receive_late(rank: Rank) -> list[tuple[str, set[int]]]:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", by_day(WAYS, "default", "tcp"))
 def test_what_its_sender_gave_up_is_no_message(way: str, together: Callable[..., Ranks]) -> None:
     ranks = together(give_up, receive_late, environment=WAYS[way])
     ranks.hear(0)

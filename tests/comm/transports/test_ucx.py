@@ -23,7 +23,7 @@ from braidax.comm.transports.transport import Operation
 from braidax.comm.transports.ucx import UcxTransport
 from braidax.connections.world import World
 from braidax.errors import ArgumentError, CommError, HandshakeError, MissingExtra, WaitTimeout
-from tests.support.comm.ranks import in_turns
+from tests.support.comm.ranks import by_day, in_turns
 from tests.support.comm.transports.ucx_ranks import LIMIT_SECONDS, WAYS, Rank, Ranks
 from tests.support.tree import ROOT
 
@@ -64,7 +64,7 @@ def exchange(rank: Rank) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.parametrize("way", ["default", "tcp"])
+@pytest.mark.parametrize("way", by_day(["default", "tcp"], "tcp"))
 def test_messages_of_any_size_arrive_exactly(way: str, together: Callable[..., Ranks]) -> None:
     results = together(exchange, exchange, environment=WAYS[way]).results()
     for rank, result in enumerate(results):
@@ -101,7 +101,7 @@ def receive_late(rank: Rank) -> list[str]:
 ORDERED = (100, 5000, 0, 90_000, 4 * MIB, 1, 2 * MIB, 200, 9000, 8)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", by_day(WAYS, "copies"))
 def test_unexpected_messages_keep_their_order_in_each_tag(way: str, together: Callable[..., Ranks]) -> None:
     expected = [digest(content(size, number)) for number, size in enumerate(ORDERED)]
     results = together(send_in_order, receive_late, environment=WAYS[way]).results()
@@ -129,7 +129,7 @@ def receive_too_little(rank: Rank) -> tuple[list[str], int, str]:
 TOO_LONG = (9, 5000, 90_000, 3 * MIB)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", by_day(WAYS, "default"))
 def test_a_message_that_is_too_long_fails_alone(way: str, together: Callable[..., Ranks]) -> None:
     errors, num_bytes, intact = together(send_too_much, receive_too_little, environment=WAYS[way]).results()[1]
     for error, size in zip(errors, TOO_LONG, strict=True):
@@ -165,7 +165,7 @@ def send_when_told(rank: Rank) -> None:
     rank.wait(rank.send(0, 1, b"good day"))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", by_day(WAYS, "tcp"))
 def test_a_rank_sleeps_without_work_and_wakes_for_a_message(way: str, together: Callable[..., Ranks]) -> None:
     ranks = together(sleep_until_woken, send_when_told, environment=WAYS[way])
     ranks.hear(0)
@@ -233,7 +233,7 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize(("death", "way"), in_turns(DEATHS, WAYS, every=2))
+@pytest.mark.parametrize(("death", "way"), in_turns(DEATHS, WAYS, every=3))
 def test_the_death_of_a_peer_is_survived(
     death: str, way: str, together: Callable[..., Ranks], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,7 +282,7 @@ LARGE, NUM_LARGE = 16 * MIB, 4
 SILENT_WAYS = {**WAYS, "copies that take too long": {"UCX_CMA_SEG_SIZE": "16"}}
 
 
-@pytest.mark.parametrize("way", SILENT_WAYS)
+@pytest.mark.parametrize("way", by_day(SILENT_WAYS, "tcp", "copies that take too long"))
 def test_closing_does_not_wait_for_a_silent_peer(
     way: str, together: Callable[..., Ranks], capfd: pytest.CaptureFixture[str]
 ) -> None:

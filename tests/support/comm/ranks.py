@@ -26,6 +26,11 @@ def in_turns(cases: Iterable[Any], others: Iterable[Any], *, every: int) -> list
     ]
 
 
+def by_day(cases: Iterable[Any], *quick: Any) -> list[Any]:
+    """Returns all cases, for pytest: all but the quick ones run by night."""
+    return [pytest.param(case, marks=() if case in quick else pytest.mark.slow) for case in cases]
+
+
 def transports(name: str, size: int) -> list[str | Transport]:
     """Returns what each rank gives to `connect`. **Arguments:** `name`: see `transport_of`."""
     if name == "in-process":
