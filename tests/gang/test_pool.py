@@ -20,7 +20,7 @@ x = jax.make_array_from_callback((512, 8), NamedSharding(mesh, P("data")), lambd
 w = jax.device_put(jnp.zeros(8), NamedSharding(mesh, P()))
 gradients = jax.jit(jax.grad(lambda w, x: jnp.mean((x @ w - 36.0) ** 2)))
 apply = jax.jit(lambda w, g: w - 0.01 * g)
-for _ in range(400):
+for _ in range(150):
     w = apply(w, gradients(w, x))
 print("ended with", w[0])
 """

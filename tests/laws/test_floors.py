@@ -40,6 +40,7 @@ DISTRIBUTIONS = {
     "orbax": "orbax_checkpoint",
     "libucx": "libucx_cu12",
     "sklearn": "scikit_learn",
+    "xdist": "pytest_xdist",
     "tensorflow": "tensorflow_cpu",
     "PIL": "pillow",
     "xdist": "pytest_xdist",
