@@ -8,11 +8,11 @@ import pytest
 BUDGET_SECONDS: dict[str, int] = {
     "checkpoint": 42,
     "cli": 42,
-    "comm": 88,
+    "comm": 62,
     "connections": 4,
-    "data": 74,
+    "data": 55,
     "frame": 87,
-    "gang": 58,
+    "gang": 43,
     "harness": 9,
     "laws": 57,
     "parallel": 430,
@@ -22,8 +22,8 @@ BUDGET_SECONDS: dict[str, int] = {
     "tune": 22,
     "tests": 36,
 }
-"""Of all tests of a folder, one after the other, in the shares that the last whole run had, of `parallel` and `comm`
-less than that, as parts of them run nightly since; `tests` are the files that lie in no folder."""
+"""Of all tests of a folder, one after the other, in the shares that the last whole run had, of `comm`, `data`, `gang`
+and `parallel` less than that, as parts of them run nightly since; `tests` are the files that lie in no folder."""
 
 NOISE = 1.6
 """How many times its budget a folder may take, beyond what the machine is slower by than the one of the budgets. Three
