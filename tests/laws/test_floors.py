@@ -43,7 +43,6 @@ DISTRIBUTIONS = {
     "xdist": "pytest_xdist",
     "tensorflow": "tensorflow_cpu",
     "PIL": "pillow",
-    "xdist": "pytest_xdist",
 }  # where the names differ
 TRACER = "jax.core.Tracer"  # what JAX documents for asking whether a value is traced
 INTERNALS = ("jax._src", "jax.core", "jax.extend", "jax.interpreters", "jaxlib")
