@@ -52,7 +52,7 @@ class Stats:
     bytes, `"decode"`, for decoding and transforming, `"collate"`, for putting samples together, `"transfer"`, for
     sending batches to the devices. `num_bytes`: by the same names. `num_batches`: handed out. `num_hedges`: reads done
     a second time in the latest pass. `num_skipped`: samples read in place of bad records, as often as that was done, on
-    this process. `threads`, `prefetch`: at present.
+    this process. `threads`, `prefetch`: at present, where batches are read one by one.
     """
 
     seconds: Mapping[str, float]

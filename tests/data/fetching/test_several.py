@@ -5,6 +5,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv as csv
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
 import pytest
 
 import braidax.data as data
@@ -119,6 +123,32 @@ def test_who_is_read_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     large = np.zeros((8, 1 << 20), np.uint8)
     assert at_once(from_arrays({"x": large}), 1) == (4, 12)
     assert at_once(from_arrays({"x": large}), 3) == (1, 2)
+
+
+@pytest.mark.parametrize(("form", "before"), [("arrow", 8), ("parquet", 1), ("csv", 8)])
+def test_tables_are_read_several_at_once_when_all_of_them_is_there(tmp_path: Path, form: str, before: int) -> None:
+    rows = np.arange(8192)
+    table, path = pa.table({"x": rows.astype(np.int32), "y": (rows / 4).astype(np.float32)}), tmp_path / f"a.{form}"
+    write = {
+        "arrow": lambda: feather.write_feather(table, str(path), compression="uncompressed"),
+        "parquet": lambda: pq.write_table(table, path, row_group_size=1000),
+        "csv": lambda: csv.write_csv(table, path),
+    }
+    write[form]()
+    loader = DataLoader(path, batch_size=100, seed=3)
+
+    def at_once() -> int:
+        return several.how_far(loader.source, loader._plan, loader.knobs, loader._prefetch, None).at_once
+
+    assert at_once() == before
+    found = [{name: np.asarray(leaf) for name, leaf in batch.items()} for batch in loader]
+    assert at_once() == 8
+    read = np.concatenate([batch["x"] for batch in found])
+    assert np.array_equal(np.unique(read), np.sort(read))
+    assert len(read) == 8100
+    assert np.array_equal(np.concatenate([batch["y"] for batch in found]), read / 4)
+    again = [np.asarray(batch["x"]) for batch in DataLoader(loader.source, batch_size=100, seed=3)]
+    assert np.array_equal(np.concatenate(again), read)
 
 
 def test_a_disk_that_is_waited_for_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

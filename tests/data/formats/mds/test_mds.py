@@ -355,6 +355,7 @@ def test_preparing_asks_for_tables_first_and_then_for_samples(tmp_path: Path, mo
         asked.append(list(zip(ranges.file.tolist(), ranges.length.tolist(), strict=True)))
 
     monkeypatch.setattr(LocalFiles, "prepare", prepare)
+    monkeypatch.setattr(LocalFiles, "is_cold", True)  # else nobody has to be asked ahead
     source = open_mds(folder)
     source.prepare(np.array([8, 0, 1, 99]))
     assert asked == [[(0, 24), (2, 12)]]

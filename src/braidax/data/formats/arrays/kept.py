@@ -46,6 +46,11 @@ class KeptSource(BlockSource):
     def __reduce__(self) -> tuple[Callable[..., BlockSource], tuple[Any, ...]]:
         return _source_again, (self._table, self._cache_bytes, self._facts, self._integers)
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether all chunks are decoded, so that reads are mere copies."""
+        return self._kept.is_whole
+
     def read(self, indices: Indices, out: Any) -> None:
         """Decodes what is not there yet of a window, and gathers it."""
         check_indices(indices, len(self), where=f"{self._table.names[0]} ({len(self._table.names)} file(s))")

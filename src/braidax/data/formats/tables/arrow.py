@@ -84,6 +84,11 @@ class ArrowSource(Source, Sliced):
         """Of lists of numbers that have one length, their dims; of all else 0."""
         return [direct.cut_dims(self._memory) for direct in self._sorted]
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether reads are mere copies of single numbers now, and wait for no disk."""
+        return isinstance(self._memory, Mapped) and not self._others and not self._memory.is_cold
+
     def read(self, indices: Indices, out: Any) -> None:
         """Gathers records: one vectorized copy per leaf, however many batches and files they lie in."""
         batches, rows = self._located(indices)

@@ -137,6 +137,11 @@ class BlockSource(Source):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether all of the table is decoded and kept, so that reads are mere copies."""
+        return self._whole is not None and self._whole.is_complete
+
     def read(self, indices: Indices, out: Any) -> None:
         """Reads records block by block: at hand first, then those to decode, then what others decode meanwhile."""
         check_indices(indices, len(self), where=f"{self._table.names[0]} ({len(self._table.names)} file(s))")

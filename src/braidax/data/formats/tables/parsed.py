@@ -173,6 +173,11 @@ class Parsed(Source):
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def is_at_hand(self) -> bool:
+        """True: rows are copied from a mapped file."""
+        return True
+
     def read(self, indices: Indices, out: Any) -> None:
         """Gathers the rows of records, and reads those as text that have none."""
         check_indices(indices, len(self), where=self._files.names[0])
