@@ -144,6 +144,18 @@ def test_plain_records_are_left_to_compiled_code(monkeypatch: pytest.MonkeyPatch
         outcome([example(PLAIN)], way=lambda: None)
 
 
+def test_places_that_do_not_lie_together_are_filled_alike() -> None:
+    payloads = [example({**PLAIN, "id": [number], "w": [float(number), 1.0, 2.0]}) for number in range(5)]
+    decoder = example_decoder(payloads, COLUMNS, message, str, name="a")
+    together, twice = allocate(decoder.sample_spec, 5), allocate(decoder.sample_spec, 10)
+    apart = {name: leaf[::2] for name, leaf in twice.items()}
+    for out, memory in ((together, together), (apart, twice)):
+        spoil(memory)
+        decoder.decode(payloads, np.arange(5), out, lambda row: f"record {row}")
+    assert_equal(apart, together)
+    assert together["id"].tolist() == [0, 1, 2, 3, 4]
+
+
 def test_columns_that_are_not_asked_for_cost_no_python() -> None:
     decoder = example_decoder([example(PLAIN)], ["id"], message, str, name="a")
     assert isinstance(decoder, WindowDecoder)

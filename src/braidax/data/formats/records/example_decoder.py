@@ -135,7 +135,7 @@ class _Examples(WindowDecoder):
             return
         found = {
             name: out[name]
-            if one.is_in_place
+            if one.is_in_place and out[name].flags.c_contiguous
             else np.empty((num_records, 2 if one.form == "p" else one.count), one.read_as)
             for name, one in self._fields.items()
         }
@@ -144,7 +144,7 @@ class _Examples(WindowDecoder):
         reads.decode(*records, is_checked, *self._asked, tuple(found.values()), is_plain)
         plain, others = np.flatnonzero(is_plain), np.flatnonzero(~is_plain)
         for name, one in self._fields.items():
-            if not one.is_in_place and plain.size:
+            if found[name] is not out[name] and plain.size:
                 part = _part(out[name], plain)
                 self._finish(one, found[name][plain], records, part, lambda row: where(int(plain[row])))
                 if part is not out[name]:
