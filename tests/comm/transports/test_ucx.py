@@ -143,15 +143,13 @@ def test_a_message_that_is_too_long_fails_alone(way: str, together: Callable[...
 def sleep_until_woken(rank: Rank) -> tuple[bool, float, bool, int]:
     place = bytearray(8)
     received = rank.receive(1, 1, place)
-    early: list[int] = [0]
-    for _ in range(20):  # at first it may have something to say of connecting
+    early, used_seconds, until = [0], 0.0, time.monotonic() + LIMIT_SECONDS / 2
+    while early and time.monotonic() < until:  # at first it may have something to say of connecting
         while not rank.transport.arm():
             rank.transport.poll(0)
         begin = time.process_time()
         early, _, _ = select.select([rank.transport.fileno()], [], [], 0.5)
         used_seconds = time.process_time() - begin
-        if not early:
-            break
     while not rank.transport.arm():
         rank.transport.poll(0)
     rank.pipe.send(("asleep", None))
