@@ -92,7 +92,12 @@ def test_stages_are_known_to_compute_while_they_are_dispatched(tmp_path: Path) -
     for update, one in zip(updates, operations, strict=True):
         assert update.start < one.start < one.end < update.end
     assert [one.lane for one in spans if one.name == "operations of update 4"] == ["stages"]
-    assert sum(one.lanes["bubble"] for one in found.counted) > 0  # one microbatch: no two stages compute at once
+    for again in range(2):  # on cores that others use, too, stages may end late enough to seem to compute at once
+        if all(one.lanes["bubble"] > 0 for one in found.counted):
+            break
+        (place := tmp_path / str(again)).mkdir()
+        _, found = trained(loss, Pipeline("GPipe", cuts=("second",), clock="counted"), 2, place)
+    assert all(one.lanes["bubble"] > 0 for one in found.counted)  # one microbatch: no two stages compute at once
 
 
 def test_a_program_that_calls_the_host_back_computes_while_it_is_called(tmp_path: Path) -> None:

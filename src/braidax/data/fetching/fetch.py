@@ -167,7 +167,7 @@ class Fetch:
         try:
             source, indices = draw()
             memory = self._wide_slots(number).take()
-            with self._trace.active(), span("read", num_bytes=number * num_bytes):
+            with self._trace.active(), span("read", num_bytes=len(indices) * self._plan.sample_bytes):
                 parts = self._plan.rows_of_several(memory, number)
                 for wanted, rows in zip(np.split(indices, len(parts)), parts, strict=True):
                     read_samples(source, wanted, jax.tree.unflatten(self._plan.structure, rows))

@@ -27,8 +27,7 @@ from braidax.data.formats.arrays.chunked import (
     one_length,
     refuse_unloadable,
 )
-from braidax.data.formats.arrays.kept import chunks_source
-from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES
+from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES, BlockSource
 from braidax.data.source import Source, listed
 from braidax.data.storage.files import Files
 from braidax.data.storage.local import LocalFiles
@@ -233,7 +232,7 @@ def open_hdf5(files: Files, *, columns: Sequence[str] | None = None, cache_bytes
     if all(array.view is not None for held in arrays for array in held.values()):
         sources = [_direct(mapped, held, facts) for mapped, held in zip(every, arrays, strict=True)]
         return sources[0] if len(sources) == 1 else concat(sources)
-    return chunks_source(_table(every, arrays, columns), cache_bytes=cache_bytes, facts=facts)
+    return BlockSource(_table(every, arrays, columns), cache_bytes=cache_bytes, what="rows of chunks", facts=facts)
 
 
 def _direct(mapped: Mapped, arrays: dict[str, _DataSet], facts: dict[str, str]) -> ArraySource:

@@ -23,7 +23,6 @@ from braidax.data.formats.arrays.chunked import (
     one_length,
     refuse_unloadable,
 )
-from braidax.data.formats.arrays.kept import chunks_source
 from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES, BlockSource
 from braidax.data.storage.files import Bytes, Files, Ranges, stamp_of_files
 from braidax.errors import BraidaxError, FormatError, import_extra
@@ -103,7 +102,7 @@ def open_zarr(
     """
     table = _table(where, files, columns)
     facts = {"format": "Zarr", "files": f"{len(files.names):,}", "bytes": f"{sum(files.sizes):,}"}
-    return chunks_source(table, cache_bytes=cache_bytes, facts=facts)
+    return BlockSource(table, cache_bytes=cache_bytes, what="rows of chunks", facts=facts)
 
 
 def _table(where: str, files: Files, columns: Sequence[str] | None) -> ChunkedTable:

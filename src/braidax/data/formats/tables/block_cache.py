@@ -7,18 +7,35 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.formats.tables.columns import FINE, Column
+from braidax.data.formats.tables.columns import FINE, Column, Leaf
 from braidax.data.source import Indices
 from braidax.errors import WaitTimeout
 
 WAIT_SECONDS = 600.0
 
+_ABSENT, _COMING, _THERE = 0, 1, 2
+_AT_ONCE = 8  # blocks that a thread takes upon itself, so that threads which want the same ones share the work
+
 Group = Mapping[str, Column]
 """The columns of a block, by name."""
+
+
+@runtime_checkable
+class DecodesInPlace(Protocol):
+    """A table that can decode blocks of leaves of one size to where their rows lie among those of all blocks."""
+
+    def decode_into(self, indices: Sequence[int], leaves: Mapping[str, NDArray[Any]]) -> None:
+        """Decodes blocks on this thread.
+
+        **Arguments:** `indices`: of blocks, ascending. `leaves`: of all records, `[num_records, *sample_shape]`, by
+        name, of the dtypes that are stored. **Raises:** as `Blocks.decode`.
+        """
+        ...
 
 
 class Window:
@@ -278,3 +295,61 @@ class Whole:
 
 def _num_bytes(group: Group) -> int:
     return sum(column.num_bytes for column in group.values())
+
+
+class InPlace:
+    """As `Whole`, of a table that decodes blocks to where their rows lie, so that no block is there twice.
+
+    **Arguments:** `starts`: as of `Whole`. `table`: decodes blocks. `leaves`: those of the table.
+    """
+
+    def __init__(self, starts: NDArray[np.int64], table: DecodesInPlace, leaves: Sequence[Leaf]) -> None:
+        self._starts = starts
+        self._table = table
+        self._arrays: dict[str, NDArray[Any]] = {
+            leaf.name: np.empty((int(starts[-1]), *leaf.shape), leaf.stored) for leaf in leaves
+        }
+        self.columns = {name: Column(array, None, None) for name, array in self._arrays.items()}
+        self._states = np.zeros(len(starts) - 1, np.uint8)
+        self._changed = threading.Condition()
+        self._num_missing = len(starts) - 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all blocks were decoded."""
+        return not self._num_missing
+
+    def group(self, index: int) -> Group:
+        """Returns a block that is here, as it was decoded."""
+        rows = slice(*self._starts[index : index + 2].tolist())
+        return {name: Column(array[rows], None, None) for name, array in self._arrays.items()}
+
+    def bring(self, indices: Sequence[int], decode: Callable[[int], Group]) -> None:
+        """Waits until blocks are there; those that no other thread decodes are decoded here.
+
+        **Raises:** `FormatError` as `Blocks.decode`; `WaitTimeout` where another thread does not end.
+        """
+        blocks = np.asarray(indices, np.int64)
+        while True:
+            with self._changed:
+                left = blocks[self._states[blocks] != _THERE]
+                if not left.size:
+                    return
+                mine = left[self._states[left] == _ABSENT][:_AT_ONCE]
+                if not mine.size:
+                    if not self._changed.wait(WAIT_SECONDS):
+                        raise WaitTimeout(
+                            f"block {left[0]} was not decoded by another thread within {WAIT_SECONDS:.0f} s; is the "
+                            "disk stuck?"
+                        )
+                    continue
+                self._states[mine] = _COMING
+            found = _ABSENT
+            try:
+                self._table.decode_into(mine.tolist(), self._arrays)
+                found = _THERE
+            finally:
+                with self._changed:
+                    self._states[mine] = found
+                    self._num_missing -= len(mine) if found == _THERE else 0
+                    self._changed.notify_all()

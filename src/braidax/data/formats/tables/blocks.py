@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.formats.tables.block_cache import BlockCache, Group, Whole, Window, Windows
+from braidax.data.formats.tables.block_cache import BlockCache, DecodesInPlace, Group, InPlace, Whole, Window, Windows
 from braidax.data.formats.tables.columns import Leaf, fill
 from braidax.data.leaves import Integers
 from braidax.data.source import Indices, Source, check_indices
@@ -108,10 +108,14 @@ class BlockSource(Source):
         self._num_bytes = sum(block.num_bytes for block in self._blocks)
         self._fits = self._num_bytes <= cache_bytes
         self._windows = Windows(cache_bytes if self._fits else max(0, (cache_bytes - largest) // 2))
-        is_whole = self._num_bytes + largest <= cache_bytes and not any(leaf.is_varying for leaf in self._leaves)
+        is_sized = not any(leaf.is_varying for leaf in self._leaves)
+        placing = table if self._fits and is_sized and isinstance(table, DecodesInPlace) else None
+        is_whole = self._num_bytes + largest <= cache_bytes and is_sized and placing is None
         self._cache = BlockCache(cache_bytes - self._num_bytes if is_whole else cache_bytes, self._windows)
         sizes = [block.num_bytes for block in self._blocks]
-        self._whole = Whole(self._starts, sizes, self._cache) if is_whole else None
+        self._whole: Whole | InPlace | None = Whole(self._starts, sizes, self._cache) if is_whole else None
+        if placing is not None:
+            self._whole = InPlace(self._starts, placing, self._leaves)
 
     def __reduce__(self) -> tuple[Callable[..., "BlockSource"], tuple[Any, ...]]:
         return _source_again, (self._table, self._cache_bytes, self._what, self._facts, self._integers)
@@ -202,7 +206,7 @@ class BlockSource(Source):
             "table with braidax.data.as_arrow, which converts it once"
         )
 
-    def _read_whole(self, whole: Whole, indices: Indices, out: Any) -> None:
+    def _read_whole(self, whole: Whole | InPlace, indices: Indices, out: Any) -> None:
         """Gathers records of all blocks at once, when theirs were decoded."""
         if not whole.is_complete:
             whole.bring(np.unique(self._block_of(indices)).tolist(), self._decode)
