@@ -51,6 +51,7 @@ class Flights:
         self._in_flight = 0
         self._max_requests = min(_MAX_REQUESTS, most_open_files() // 2)
         self._hedge = Hedge(remote.hedge_seconds)
+        self._pauses = random.Random()  # not Python's own, whose numbers belong to the user
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -322,7 +323,7 @@ class Flights:
                     raise what.error from error
                 if len(spans) > 1:
                     return await self._each_fetched(item, spans)
-            await asyncio.sleep(random.uniform(0, min(_LAST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2**attempt)))
+            await asyncio.sleep(self._pauses.uniform(0, min(_LAST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2**attempt)))
         raise AssertionError  # count does not end
 
     async def _each_fetched(self, item: Object, spans: list[tuple[int, int]]) -> list[memoryview]:
