@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from braidax.data.batch_size import chosen_batch_size
 from braidax.data.fetching.depth import Depth
-from braidax.data.fetching.fetch import Batch, Fetch
+from braidax.data.fetching.fetch import Batch, Fetch, Part
 from braidax.data.given import Given, OnError, Workers
 from braidax.data.knobs import Knobs, Stats
 from braidax.data.multihost.meeting import ProcessGroup, agreeing, process_group
@@ -244,22 +244,21 @@ class DataLoader:
         knobs = self._knobs
         fetch = Fetch(self._plan, threads=self._threads, trace=self.trace, hedge_seconds=knobs.hedge_seconds)
         rounds = None if self._group is None else self._begin(self._group, cursor, knobs.timeout_seconds)
-        coming: deque[tuple[Cursor, Cursor, Batch]] = deque()
+        coming: deque[tuple[Cursor, Cursor, Batch | Part]] = deque()
         made: deque[tuple[Cursor, Any]] = deque()  # the next one too, where devices exchange: under the step
         num_made = 2 if self._plan.reshard.members else 1
-        ahead, self._fetch = cursor, fetch
+        ahead, most, self._fetch = cursor, 0, fetch
         self._open.append(fetch)
         try:
             while True:
-                far = several.how_far(self.source, self._plan, self._knobs, self._prefetch, rounds)
-                fetch.resize(threads=self._threads, prefetch=far.in_flight, read_bytes=self._knobs.read_bytes)
-                most = far.in_flight + num_made - far.at_once
-                while len(coming) + len(made) <= most and (end is None or ahead.epoch < end):
-                    at_once = 1 if ahead == cursor else far.at_once  # the first one is waited for
-                    for start, after, batch in several.begin(fetch, self._order, ahead, self._draw, at_once=at_once):
-                        batch.confirmed = None if rounds is None else rounds.confirm(batch.future)
-                        coming.append((start, after, batch))
-                    ahead = coming[-1][1]
+                if len(coming) + len(made) <= most:
+                    far = several.how_far(self.source, self._plan, self._knobs, self._prefetch, rounds)
+                    fetch.resize(threads=self._threads, prefetch=far.in_flight, read_bytes=self._knobs.read_bytes)
+                    most = far.in_flight + num_made - far.at_once
+                    while len(coming) + len(made) <= most and (end is None or ahead.epoch < end):
+                        at_once = 1 if ahead == cursor else far.at_once  # the first one is waited for
+                        coming += several.begin(fetch, rounds, self._order, ahead, self._draw, at_once=at_once)
+                        ahead = coming[-1][1]
                 while coming and len(made) < num_made:
                     start, after, batch = coming.popleft()
                     made.append((after, self._made(fetch, rounds, start, batch)))
@@ -288,9 +287,9 @@ class DataLoader:
         replicas = None if self._checksum_every is None else Replicas(self._plan, self._checksum_every)
         return begin(group, str(cursor), timeout_seconds, replicas)
 
-    def _made(self, fetch: Fetch, rounds: Rounds | None, cursor: Cursor, batch: Batch) -> Any:
+    def _made(self, fetch: Fetch, rounds: Rounds | None, cursor: Cursor, batch: Batch | Part) -> Any:
         """Returns the batch at a cursor as the step takes it, or the error to raise in its place."""
-        what = f"the batch at {cursor} of {type(self.source).__name__}"
+        what = functools.partial("the batch at {} of {}".format, cursor, type(self.source).__name__)
         begun = time.perf_counter()
         try:
             loaded = fetch.result(batch, timeout_seconds=self._knobs.timeout_seconds, what=what)

@@ -10,13 +10,15 @@ import pyarrow.csv as csv
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import braidax.data as data
-from braidax.data.fetching import several
+from braidax.data.fetching import fetch, several
 from braidax.data.formats.arrays.arrays import ArraySource, from_arrays
 from braidax.data.knobs import Knobs
 from braidax.data.loader import DataLoader
 from braidax.data.sampling.order import Cursor
+from braidax.data.sharding import load_plan
 from braidax.errors import RecordError
 from tests.support.data.numbered import Numbers, reading_threads
 
@@ -68,6 +70,31 @@ def test_batches_are_those_that_are_read_one_by_one(
     assert max(found) == 31
     assert made[0].cursor == made[1].cursor
     assert reading_threads() == []
+
+
+@pytest.mark.parametrize("place", ["one device", "split", "replicated", "host"])
+def test_batches_stay_what_they_were(
+    arrays: dict[str, np.ndarray], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when a program makes their arrays, and those behind them have come."""
+    monkeypatch.setattr(fetch, "_PROGRAM_READS", 3)
+    mesh = None if place in ("one device", "host") else jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    options: dict[str, Any] = {"placement": "host"} if place == "host" else {}
+    specs = {"split": P("data"), "replicated": P()}.get(place)
+    loader = DataLoader(from_arrays(arrays), mesh, specs, batch_size=16, epochs=2, **options)
+    order = loader.peek(124)
+    load_plan._split.cache_clear()
+    found = list(loader)
+    assert len(found) == 124
+    for batch, indices in zip(found, order, strict=True):
+        assert isinstance(batch["x"], np.ndarray if place == "host" else jax.Array)
+        for name, values in arrays.items():
+            np.testing.assert_array_equal(np.asarray(batch[name]), values[indices])
+    if place == "one device":
+        sharding = found[0]["x"].sharding
+        assert all(leaf.sharding == sharding for batch in found for leaf in batch.values())
+        assert load_plan._split.cache_info().currsize == 1
+        assert load_plan._split((sharding,) * len(arrays), 8)._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def test_it_resumes_amid_what_was_read_at_once(arrays: dict[str, np.ndarray]) -> None:

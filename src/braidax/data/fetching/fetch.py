@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,6 +35,7 @@ _HEDGE_READS = 32  # nor before so many were seen
 _MAX_HEDGES = 8  # under way at once: a server that is slow for all must not get everything twice
 _VERDICT_SECONDS = 5.0  # which processes have, beyond the limit, to find out who kept them waiting
 _WIDE_SLOTS = 4  # for several batches each, that are kept for reuse
+_PROGRAM_READS = 256  # of several batches, until a program makes arrays of them: by then it has won what it costs
 _LATE_SECONDS = 1.0  # how long the end of a pass waits for reads whose hedges were first
 
 Draw = Callable[[], tuple[Source, NDArray[np.int64]]]
@@ -59,6 +60,7 @@ class Fetch:
         self._hedged: deque[_Read] = deque(maxlen=1024)
         self.num_hedges = 0
         self._wide: tuple[int, Slots] | None = None
+        self._num_wide = 0
         self._has_all_rows = len(self._local) == plan.batch_size
 
     def resize(self, *, threads: int, prefetch: int, read_bytes: int = _READ_BYTES) -> None:
@@ -80,25 +82,30 @@ class Fetch:
         self._threads.run(self._begin, batch, draw)
         return batch
 
-    def start_several(self, draw: Draw, alone: Sequence[Draw]) -> "list[Batch]":
+    def start_several(self, draw: Draw, alone: Sequence[Draw]) -> "list[Part]":
         """Begins to fetch several full batches by one read, into memory that lasts as long as one of them.
 
         **Arguments:** `draw`: returns the source and the samples of all, one batch behind the other. `alone`: draws
         each, where that read fails.
         """
-        batches = [Batch() for _ in alone]
-        self._threads.run(self._begin_several, batches, draw, alone)
-        return batches
+        future = Future[list[Any]]()
+        self._threads.run(self._begin_several, future, draw, alone)
+        return [Part(future, place) for place in range(len(alone))]
 
     def run(self, work: Callable[..., None], *arguments: Any) -> None:
         """Queues a call that raises nothing."""
         self._threads.run(work, *arguments)
 
-    def result(self, batch: "Batch", *, timeout_seconds: float, what: str) -> Any:
+    def result(self, batch: "Batch | Part", *, timeout_seconds: float, what: Callable[[], str]) -> Any:
         """Waits for a batch that was started, and hedges reads of it that take too long.
 
         **Returns:** the load arrays. **Raises:** what reading raised, or `WaitTimeout` that says `what` did not come.
         """
+        if isinstance(batch, Part):
+            found = self._part(batch, timeout_seconds, what)
+            if not isinstance(found, Batch):
+                return found
+            batch = found
         with self._trace.active(), span("wait"):
             deadline = time.monotonic() + timeout_seconds
             if batch.confirmed is not None:
@@ -110,10 +117,23 @@ class Fetch:
                     except TimeoutError:
                         self._hedge(batch)
             if not batch.future.done():
-                raise timed_out(what, timeout_seconds)
+                raise timed_out(what(), timeout_seconds)
             if batch.confirmed is not None:  # raises what this process raised, or another one
-                batch.confirmed.wait(timeout_seconds=timeout_seconds + _VERDICT_SECONDS, what=what)
+                batch.confirmed.wait(timeout_seconds=timeout_seconds + _VERDICT_SECONDS, what=what())
             return batch.future.result()
+
+    def _part(self, part: "Part", timeout_seconds: float, what: Callable[[], str]) -> "Any | Batch":
+        """Returns the load arrays of one of several batches, or the batch that is read by itself instead."""
+        begun, future = time.perf_counter(), part.future
+        if not future.done():
+            with self._threads.awaited(), contextlib.suppress(TimeoutError):
+                future.exception(timeout=timeout_seconds)
+            if not future.done():
+                raise timed_out(what(), timeout_seconds)
+        found = future.result()[part.place]
+        if not isinstance(found, Batch):
+            self._trace.note("wait", "wait", begun, 0)
+        return found
 
     def close(self, *, timeout_seconds: float) -> None:
         """Drops what has not begun, and waits for the reads under way.
@@ -162,28 +182,32 @@ class Fetch:
         for read in reads:  # all behind those of batches that began before: these are wanted first
             self._threads.run(self._fill, batch, read)
 
-    def _begin_several(self, batches: "Sequence[Batch]", draw: Draw, alone: Sequence[Draw]) -> None:
-        number, num_bytes = len(batches), self._plan.num_bytes
+    def _begin_several(self, future: "Future[list[Any]]", draw: Draw, alone: Sequence[Draw]) -> None:
         try:
-            source, indices = draw()
-            memory = self._wide_slots(number).take()
-            with self._trace.active(), span("read", num_bytes=len(indices) * self._plan.sample_bytes):
-                parts = self._plan.rows_of_several(memory, number)
-                for wanted, rows in zip(np.split(indices, len(parts)), parts, strict=True):
-                    read_samples(source, wanted, jax.tree.unflatten(self._plan.structure, rows))
+            found = self._read_several(*draw(), len(alone))
         except BaseException:  # noqa: BLE001 (it is raised again by the read of a batch that has the record)
+            batches = [Batch() for _ in alone]
+            future.set_result(batches)
             for batch, one in zip(batches, alone, strict=True):
                 self._begin(batch, one)
-            return
-        for place, batch in enumerate(batches):
-            batch.memory = memory[place * num_bytes : (place + 1) * num_bytes]
-            self._finish(batch)
+        else:
+            future.set_result(found)
 
-    def _wide_slots(self, number: int) -> Slots:
-        """Returns slots that hold so many batches."""
-        if self._wide is None or self._wide[0] < number:
-            self._wide = number, Slots(number * self._plan.num_bytes, keep=_WIDE_SLOTS)
-        return self._wide[1]
+    def _read_several(self, source: Source, indices: NDArray[np.int64], number: int) -> list[Any]:
+        """Returns the load arrays of each batch."""
+        slots = self._wide
+        if slots is None or slots[0] < number:
+            slots = self._wide = number, Slots(number * self._plan.num_bytes, keep=_WIDE_SLOTS)
+        room, memory = slots[0], slots[1].take()
+        with self._trace.active():
+            with span("read", num_bytes=len(indices) * self._plan.sample_bytes):
+                parts = self._plan.rows_of_several(memory, number, room)
+                for wanted, rows in zip(np.split(indices, len(parts)), parts, strict=True):
+                    read_samples(source, wanted, jax.tree.unflatten(self._plan.structure, rows))
+            with span("host-to-device", num_bytes=number * self._plan.num_bytes):
+                self._num_wide += 1
+                made = "by a program" if self._num_wide > _PROGRAM_READS else "each"
+                return self._plan.arrays_of_several(memory, number, room, made=made)
 
     def _hedge(self, batch: "Batch") -> None:
         late = time.monotonic() - self._pace.hedge_seconds
@@ -285,6 +309,17 @@ class _Read:
     def is_late(self) -> bool:
         """Whether the hedge was first, and the read itself is still under way."""
         return self.is_done and self.num_ended == 1 and math.isfinite(self.began)
+
+
+class Part(NamedTuple):
+    """One of several batches that are read at once.
+
+    **Fields:** `future`: of the load arrays of each, or where that fails, of batches that are read by themselves.
+    `place`: which one.
+    """
+
+    future: "Future[list[Any]]"
+    place: int
 
 
 @dataclass(eq=False)

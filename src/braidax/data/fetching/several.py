@@ -1,13 +1,13 @@
 """Small batches that are at hand are read several at a time: to hand each over takes as long as to copy its samples."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.fetching.fetch import Batch, Fetch
+from braidax.data.fetching.fetch import Batch, Fetch, Part
 from braidax.data.knobs import Knobs
 from braidax.data.multihost.rounds import Rounds
 from braidax.data.sampling.order import Cursor, Order
@@ -43,22 +43,25 @@ def how_far(source: Source, plan: LoadPlan, knobs: Knobs, prefetch: int, rounds:
 
 
 def begin(
-    fetch: Fetch, order: Order, cursor: Cursor, draw: Draw, *, at_once: int
-) -> Iterator[tuple[Cursor, Cursor, Batch]]:
+    fetch: Fetch, rounds: Rounds | None, order: Order, cursor: Cursor, draw: Draw, *, at_once: int
+) -> list[tuple[Cursor, Cursor, Batch | Part]]:
     """Begins to fetch the next batches, of one epoch. **Returns:** where each starts, the place behind it, the batch.
 
-    **Arguments:** `cursor`: a settled one. `at_once`: how many, as far as the epoch has full ones.
+    **Arguments:** `rounds`: as of `how_far`. `cursor`: a settled one. `at_once`: how many, as far as the epoch has full
+    ones.
     """
     at_once = min(at_once, (order.num_samples - cursor.position) // order.batch_size)
     cursors = [cursor]
     while len(cursors) <= max(1, at_once):
         cursors.append(order.after(cursors[-1]))
     draws = [functools.partial(draw, start, 1) for start in cursors[:-1]]
+    batches: Sequence[Batch | Part]
     if at_once > 1:
         batches = fetch.start_several(functools.partial(draw, cursor, at_once), draws)
     else:
-        batches = [fetch.start(draws[0])]
+        batches = [batch := fetch.start(draws[0])]
+        batch.confirmed = None if rounds is None else rounds.confirm(batch.future)
     for start in cursors[:-1]:
         if order.begins_window(start):
             fetch.run(order.look_ahead, start)
-    yield from zip(cursors[:-1], cursors[1:], batches, strict=True)
+    return list(zip(cursors[:-1], cursors[1:], batches, strict=True))

@@ -25,6 +25,8 @@ Placed = Literal["devices", "host"]
 
 _FEW_BYTES = 1 << 16  # of an array: to make one takes JAX longer than to copy so many
 _MANY = 4  # such arrays are made by one call
+_SPLIT_BYTES = 1 << 17  # of a batch: of several such ones the arrays are made by one call
+_MOST_SPLIT = 32  # leaves: a program of more takes long to compile
 
 
 class Reading(NamedTuple):
@@ -102,16 +104,57 @@ class LoadPlan:
             for leaf in self.leaves
         ]
 
-    def rows_of_several(self, memory: NDArray[np.uint8], number: int) -> list[list[NDArray[Any] | None]]:
-        """Returns where so many batches, each of one read, put their rows in slots that lie one behind the other.
+    @functools.cached_property
+    def _has_stacks(self) -> bool:
+        """Whether each leaf of several batches may lie in one piece: of each one slice is made, of its rows as read."""
+        return self.is_one_read and all(
+            [(stand.offset, stand.box, stand.copy) for stand in leaf.stands.values()]
+            == [(leaf.rows[0].offset, leaf.whole, None)]
+            for leaf in self.leaves
+        )
 
-        **Returns:** the leaves of each batch; where there is nothing but one leaf, that of all batches in one piece.
+    def rows_of_several(self, memory: NDArray[np.uint8], number: int, room: int) -> list[list[NDArray[Any] | None]]:
+        """Returns where so many batches, each of one read, put their rows in the memory of as many slots, `room`.
+
+        **Returns:** the leaves of each read: of all batches where their leaves may lie in one piece, else of each one.
         """
-        leaf = self.leaves[0]
-        if len(self.leaves) == 1 and self.num_bytes == self.batch_size * self.sample_bytes and not leaf.rows[0].offset:
-            return [[np.ndarray((number * self.batch_size, *leaf.sample_shape), leaf.dtype, memory.data)]]
+        if self._has_stacks:
+            return [[stack[:number].reshape(-1, *shape) for stack, shape in self._stacks(memory, room)]]
         slots = [memory[place * self.num_bytes : (place + 1) * self.num_bytes] for place in range(number)]
         return [self.rows(slot, self._stretches[0]) for slot in slots]
+
+    def arrays_of_several(
+        self, memory: NDArray[np.uint8], number: int, room: int, *, made: Literal["each", "by a program"] = "each"
+    ) -> list[list[Any]]:
+        """Returns the load arrays of so many batches, as `arrays`.
+
+        **Arguments:** as of `rows_of_several`. `made`: by a program that is compiled first, where that makes arrays
+        quicker.
+        """
+        if not self._has_stacks:
+            slots = [memory[place * self.num_bytes : (place + 1) * self.num_bytes] for place in range(number)]
+            return [self.arrays(slot) for slot in slots]
+        stacks = [stack for stack, _ in self._stacks(memory, room)]
+        if self.placement == "host":
+            return [[stack[place] for stack in stacks] for place in range(number)]
+        if made == "by a program" and self._is_split and _may_compute():
+            parts = _split(tuple(leaf.loading.sharding for leaf in self.leaves), room)(*stacks)
+            return [list(parts[place::room]) for place in range(number)]
+        leaves = list(zip(self.leaves, stacks, strict=True))
+        return [
+            [_array_of(leaf, {next(iter(leaf.slices)): stack[place]}) for leaf, stack in leaves]
+            for place in range(number)
+        ]
+
+    def _stacks(self, memory: NDArray[np.uint8], room: int) -> list[tuple[NDArray[Any], tuple[int, ...]]]:
+        """Returns each leaf of so many batches, `[room, *loading.shape]`, and the shape of a sample."""
+        return [
+            (
+                np.ndarray((room, *leaf.loading.shape), leaf.dtype, memory.data, room * leaf.rows[0].offset),
+                leaf.sample_shape,
+            )
+            for leaf in self.leaves
+        ]
 
     def local_rows(self) -> NDArray[np.bool_]:
         """Returns which rows of a batch this process reads something of, `[batch_size]`."""
@@ -153,6 +196,18 @@ class LoadPlan:
         return [
             made[number] if number in made else _load_array(leaf, memory) for number, leaf in enumerate(self.leaves)
         ]
+
+    @functools.cached_property
+    def _is_split(self) -> bool:
+        """Whether a program makes the arrays of several batches: where all are few bytes on one device of the host."""
+        sharding = self.leaves[0].loading.sharding
+        return (
+            len(self.leaves) <= _MOST_SPLIT
+            and sharding.mesh.size == 1
+            and all(leaf.loading.sharding.mesh == sharding.mesh for leaf in self.leaves)
+            and next(iter(sharding.device_set)).platform == "cpu"
+            and self.num_bytes <= _SPLIT_BYTES
+        )
 
     @functools.cached_property
     def _small(self) -> Mapping[int, Bounds]:
@@ -262,15 +317,29 @@ def _copies(shardings: tuple[NamedSharding, ...]) -> Callable[..., Sequence[jax.
     return jax.jit(_same, out_shardings=shardings)
 
 
+@functools.lru_cache(maxsize=64)
+def _split(shardings: tuple[NamedSharding, ...], number: int) -> Callable[..., Sequence[jax.Array]]:
+    """Returns a program that takes stacks of so many arrays apart: those of the first one, then those of the next."""
+
+    def split(*stacks: jax.Array) -> list[jax.Array]:
+        return [stack[place] for stack in stacks for place in range(number)]
+
+    return jax.jit(split, out_shardings=[sharding for sharding in shardings for _ in range(number)])
+
+
 def _same(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return arrays
 
 
 def _load_array(leaf: LeafPlan, memory: NDArray[np.uint8]) -> jax.Array:
+    return _array_of(leaf, {bounds: leaf.slice(memory, bounds) for bounds in leaf.slices})
+
+
+def _array_of(leaf: LeafPlan, views: Mapping[Bounds, NDArray[Any]]) -> jax.Array:
+    """Returns the load array of slices that lie in host memory."""
     shape, sharding = leaf.loading.shape, leaf.loading.sharding
-    if not leaf.slices:
+    if not views:
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=leaf.dtype)
-    views = {bounds: leaf.slice(memory, bounds) for bounds in leaf.slices}
     if leaf.replicates_on_device:
         return replicate_on_device(leaf, views)
     # One call for all devices. On CPU the devices take the host's memory as it is, replicas too.
