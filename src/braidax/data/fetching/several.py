@@ -14,7 +14,7 @@ from braidax.data.sampling.order import Cursor, Order
 from braidax.data.sharding.load_plan import LoadPlan
 from braidax.data.source import Source, is_at_hand
 
-_MOST_BYTES = 4 << 20  # of batches that are read at once
+_MOST_BYTES = 8 << 20  # of batches that are read at once
 _MOST = 8
 _STRETCHES = 3  # in flight: two that are read, one that is used
 
