@@ -21,6 +21,7 @@ SOURCES = tuple(
     for path in (
         "comm/transports/tcp_binding.c",
         "comm/transports/ucx_binding.c",
+        "data/sampling/permutation_binding.c",
         "data/storage/record_binding.c",
         "frame/moving/scatter_binding.c",
         "parallel/served/rows_binding.c",
@@ -53,7 +54,7 @@ class BindingHook(BuildHookInterface[Any]):
         if problem is not None:
             self.app.display_warning(
                 "braidax is installed without the transport 'ucx', Python decodes records and moves what 'tcp' sends, "
-                f"and NumPy splits the rows of frames and moves those of tables on servers: {problem}"
+                f"and NumPy orders samples, splits the rows of frames and moves those of tables on servers: {problem}"
             )
             return
         self.app.display_info(f"braidax is built with {', '.join(built.name for built in BUILT)}")

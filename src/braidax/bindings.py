@@ -11,10 +11,11 @@ BINDINGS = {
     "frame": "frame.moving.scatter_binding",
     "servers": "parallel.served.rows_binding",
     "records": "data.storage.record_binding",
+    "order": "data.sampling.permutation_binding",
 }
 """By what each is for: the module inside of `braidax`.
 
-The first two are transports; then rows of frames, those of servers, and records of files.
+The first two are transports; then rows of frames, those of servers, records of files, and the order of samples.
 """
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from braidax.data.sampling.permutation import Permutation
+from braidax.data.sampling import permutation
+from braidax.data.sampling.permutation import Permutation, compiled
 from braidax.errors import ArgumentError
 
 _SEEDS = st.integers(-(2**70), 2**70)
@@ -19,6 +20,13 @@ _CHUNK = 1 << 13
 def order(num_samples: int, seed: int | None, epoch: int, positions: list[int] | None = None) -> list[int]:
     at = np.arange(num_samples) if positions is None else np.array(positions, np.int64)
     return Permutation(num_samples, seed=seed, epoch=epoch)(at).tolist()
+
+
+@pytest.fixture(params=["C", "NumPy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to compute an order."""
+    if request.param == "NumPy":
+        monkeypatch.setattr(permutation, "compiled", lambda: None)
 
 
 @given(num_samples=st.integers(0, 3000), seed=_SEEDS, epoch=st.integers(0, 10**6))
@@ -59,6 +67,7 @@ def test_big_orders_stay_in_range_and_do_not_repeat(num_samples: int, seed: int,
         (16, 2**70, 2, [1, 4, 3, 0, 8, 6, 2, 13, 14, 7, 12, 5, 9, 15, 10, 11]),
     ],
 )
+@pytest.mark.usefixtures("way")
 def test_orders_never_change(num_samples: int, seed: int, epoch: int, expected: list[int]) -> None:
     assert order(num_samples, seed, epoch) == expected
 
@@ -83,8 +92,44 @@ def test_orders_never_change(num_samples: int, seed: int, epoch: int, expected: 
         ),
     ],
 )
+@pytest.mark.usefixtures("way")
 def test_big_orders_never_change(num_samples: int, seed: int, epoch: int, expected: list[int]) -> None:
     assert order(num_samples, seed, epoch, [0, 1, 2, num_samples // 2, num_samples - 1]) == expected
+
+
+@given(num_samples=st.one_of(st.integers(2, 100), st.integers(2, 2**62)), seed=_SEEDS, data=st.data())
+@example(num_samples=2**62, seed=0, data=None)
+def test_all_ways_compute_the_same(num_samples: int, seed: int, data: st.DataObject | None) -> None:
+    quick = compiled()
+    assert quick is not None
+    drawn = range(0, num_samples, num_samples // 40 + 1)
+    positions = np.array([*drawn] if data is None else data.draw(st.lists(st.integers(0, num_samples - 1))), np.int64)
+    made = Permutation(num_samples, seed=seed, epoch=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(permutation, "compiled", lambda: None)
+        expected = made(positions)
+    for instructions in ("of any processor", "of this one"):
+        found = positions.copy()
+        quick.permute(found, made._keys, made._a, made._b, num_samples, instructions == "of any processor")
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_what_does_not_fit_is_refused_by_c() -> None:
+    quick, keys = compiled(), np.zeros(10, np.uint64)
+    assert quick is not None
+    for positions, some_keys, a, b, num_samples in [
+        (np.array([10]), keys, 4, 3, 10),
+        (np.array([-1]), keys, 4, 3, 10),
+        (np.array([0]), keys[:9], 4, 3, 10),
+        (np.array([0]), keys, 4, 0, 10),
+        (np.array([0]), keys, 3, 3, 10),
+        (np.array([0]), keys, 2**32, 3, 10),
+        (np.zeros(9, np.uint8)[:9], keys, 4, 3, 10),
+    ]:
+        before = positions.copy()
+        with pytest.raises(ValueError, match="expected positions below num_samples, ten keys, and num_samples <="):
+            quick.permute(positions, some_keys, a, b, num_samples, False)
+        np.testing.assert_array_equal(positions, before)
 
 
 def test_seed_and_epoch_are_not_added() -> None:

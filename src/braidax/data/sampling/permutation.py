@@ -5,8 +5,11 @@ beyond the end are permuted again until they fall inside (cycle walking). Source
 Arbitrary Finite Domains" (CT-RSA 2002), the generalized Feistel construction of section 5.
 """
 
+import functools
 import hashlib
 import math
+import sys
+from types import ModuleType
 
 import numpy as np
 from jaxtyping import Int64
@@ -35,7 +38,7 @@ class Permutation:
         self._a = max(math.isqrt(max(num_samples - 1, 0)) + 1, 1)
         self._b = max(-(-num_samples // self._a), 1)
         digest = hashlib.shake_256(f"braidax order/{seed}/{epoch}".encode()).digest(8 * _ROUNDS)
-        self._keys = list(np.frombuffer(digest, "<u8"))
+        self._keys = np.frombuffer(digest, "<u8")
 
     def __call__(self, positions: Int64[np.ndarray, " n"]) -> NDArray[np.int64]:
         """Returns the sample indices at some positions of the order.
@@ -48,12 +51,16 @@ class Permutation:
             raise ArgumentError(
                 f"positions must lie in range({self.num_samples}), got {positions.min()}..{positions.max()}"
             )
+        out = positions.astype(np.int64)
         if self._identity:
-            return positions.astype(np.int64)
-        out = np.empty(len(positions), np.int64)
+            return out
+        quick = compiled()
+        if quick is not None:
+            quick.permute(out, self._keys, self._a, self._b, self.num_samples, False)
+            return out
         for start in range(0, len(positions), _CHUNK):
             part = out[start : start + _CHUNK]
-            part[:] = self._encipher(positions[start : start + _CHUNK].astype(np.uint64))
+            part[:] = self._encipher(part.astype(np.uint64))
             beyond = np.flatnonzero(part >= self.num_samples)
             while len(beyond):
                 part[beyond] = self._encipher(part[beyond].astype(np.uint64))
@@ -71,6 +78,16 @@ class Permutation:
         left *= np.uint64(self._b)
         left += right
         return left
+
+
+@functools.cache
+def compiled() -> ModuleType | None:
+    """Returns what does the same in C, or None where it is not compiled."""
+    if sys.byteorder != "little":
+        return None
+    from braidax.bindings import import_binding
+
+    return import_binding("braidax.data.sampling.permutation_binding")
 
 
 def _add_hash(
