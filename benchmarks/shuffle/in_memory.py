@@ -1,6 +1,7 @@
 """Records of 512 tokens, and texts of varying length, in the page cache or in memory."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -100,9 +101,9 @@ def texts(bench: Bench) -> None:
     num, hf = len(words), functools.cache(lambda: hugging_face(folder))
     tf = functools.cache(lambda: systems.tf_texts(words))
     mine: dict[str, Make] = {
-        "braidax, HF folder": lambda n: ours(bx.data.mapped(bx.open(folder), _padded), size, threads=bench.threads)(n),
-        "braidax, text file": lambda n: ours(bx.data.mapped(bx.open(lines), _padded), size, threads=bench.threads)(n),
-        "braidax.torch, HF": lambda n: systems.ours_for_torch(hf(), size, n, collate=_collated),
+        "braidax, HF folder": lambda n: ours(_padded(folder), size, threads=bench.threads)(n),
+        "braidax, text file": lambda n: ours(_padded(lines), size, threads=bench.threads)(n),
+        "braidax.torch, HF": lambda n: systems.ours_for_torch(_padded(folder), size, n),
     }
     peers: dict[str, Make] = {
         "HF datasets, batched": lambda n: systems.fetched(
@@ -147,8 +148,8 @@ class _Column:
         return self._dataset[index]["tokens"]
 
 
-def _padded(window: Any) -> Any:
-    return {"text": systems.padded(window["text"])}
+def _padded(where: Path) -> Any:
+    return bx.data.padded(bx.open(where), systems.TEXT_BYTES, leaf="text")
 
 
 def _collated(samples: Any) -> Any:

@@ -1,8 +1,10 @@
 """What samples share: which dtype a leaf gets, how rows of an array are copied into place under it, what is cut out."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +58,59 @@ def _may_be_at_hand(kind: type[Any]) -> bool:
 def widened(source: Any) -> Any:
     """Returns a source with its integers of 64 bits as they are stored, where it can give them so; else itself."""
     return source.widened() if isinstance(source, Widened) else source
+
+
+class WrappingIntegers:
+    """What a source hands on whose source inside may have integers of 64 bits."""
+
+    def widened(self) -> Any:
+        """Returns itself around the source inside with these integers as they are stored."""
+        inside: Any = self
+        return replace(inside, source=widened(inside.source))
+
+
+Kind = Literal["text", "bytes", "numbers"]
+"""What the values of a leaf of varying size are made of: text of UTF-8, bytes, or numbers."""
+
+
+class Flat(NamedTuple):
+    """How a source holds the values of a leaf of varying size: those of a sample lie in one piece.
+
+    **Fields:** `kind`. `stored`: the dtype of an item, bytes for all but numbers. `shape`: of an item.
+    """
+
+    kind: Kind
+    stored: np.dtype[Any]
+    shape: tuple[int, ...] = ()
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one item."""
+        return self.stored.itemsize * math.prod(self.shape)
+
+
+@runtime_checkable
+class Flattened(Protocol):
+    """A source, or what decodes its records, that can fill rows with the values of a leaf of varying size."""
+
+    def flat_values(self, leaf: str) -> Flat | None:
+        """Returns how it holds the values of a leaf: then it takes `Rows` in place of the leaf's array, else None."""
+        ...
+
+
+class WrappingFlat:
+    """What a source hands on that reads each leaf as the source inside does."""
+
+    source: Any
+
+    def flat_values(self, leaf: str) -> Flat | None:
+        """Returns how the source inside holds the values of a leaf."""
+        return flat_of(self.source, leaf)
+
+
+def flat_of(source: Any, leaf: str) -> Flat | None:
+    """Returns how a source holds the values of a leaf; None where it cannot fill rows with them."""
+    return source.flat_values(leaf) if isinstance(source, Flattened) else None
 
 
 def uncut(function: Callable[[], Any], window: Any) -> Any:

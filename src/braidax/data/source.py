@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from braidax.data.leaves import VARYING as VARYING
 from braidax.data.leaves import Indices as Indices
-from braidax.data.leaves import Which, cut_places
+from braidax.data.leaves import Which, WrappingFlat, cut_places
+from braidax.data.leaves import WrappingIntegers as WrappingIntegers
 from braidax.data.leaves import allocate as allocate
 from braidax.data.leaves import batch_spec as batch_spec
 from braidax.data.leaves import check_indices as check_indices
@@ -287,17 +288,8 @@ class WrappingSlices(Sliced):
         return cast(Sliced, self.source).cut_dims
 
 
-class WrappingIntegers:
-    """What a source hands on whose source inside may have integers of 64 bits."""
-
-    def widened(self) -> Any:
-        """Returns itself around the source inside with these integers as they are stored."""
-        inside: Any = self
-        return replace(inside, source=widened(inside.source))
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class ChosenRows(Wrapping, WrappingIntegers):
+class ChosenRows(Wrapping, WrappingIntegers, WrappingFlat):
     """Some of the samples of the source inside, in another order.
 
     `places`: their indices in it or, with a `permutation`, their positions in that order of it. So neither a slice nor
@@ -357,7 +349,7 @@ class ChosenRows(Wrapping, WrappingIntegers):
 class _SlicedRows(ChosenRows, WrappingSlices):
     """Some of the samples of a source that can be read in part."""
 
-    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
+    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[Any]) -> None:
         """Reads parts of samples into place."""
         cast(Sliced, self.source).read_slices(self.inside(indices), boxes, out)
 

@@ -1,4 +1,4 @@
-"""Reads and decodes windows of records in C. Raises `ValueError` for buffers that do not fit."""
+"""Reads, decodes and pads windows of records in C. Raises `ValueError` for buffers that do not fit."""
 
 from typing import Any
 
@@ -22,3 +22,14 @@ def decode(
     plain: NDArray[np.uint8],
     /,
 ) -> None: ...
+def pad(
+    data: Any,
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    places: NDArray[np.int64],
+    rows: NDArray[np.uint8],
+    held: NDArray[np.int64],
+    blank: NDArray[np.uint8],
+    checked: bool,
+    /,
+) -> int: ...

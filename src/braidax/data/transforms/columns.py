@@ -7,8 +7,8 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jaxtyping import Int64
-from numpy.typing import NDArray
 
+from braidax.data.leaves import WrappingFlat
 from braidax.data.source import Box, Indices, Sliced, Source, Wrapping, WrappingIntegers, allocate, prepare_slices
 from braidax.errors import ArgumentError
 
@@ -33,7 +33,7 @@ def select(source: Source, columns: str | Sequence[str]) -> Source:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Selected(Wrapping, WrappingIntegers):
+class _Selected(Wrapping, WrappingIntegers, WrappingFlat):
     columns: tuple[str, ...]
 
     @property
@@ -65,7 +65,7 @@ class _SelectedSlices(_Selected, Sliced):
         leaves = jax.tree.leaves(self.sample_spec)
         self.read_slices(indices, [tuple((0, size) for size in leaf.shape) for leaf in leaves], jax.tree.leaves(out))
 
-    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
+    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[Any]) -> None:
         """Reads the leaves that are left."""
         cast(Sliced, self.source).read_slices(indices, self._spread(boxes), self._spread(out))
 

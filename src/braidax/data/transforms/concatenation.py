@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.data.formats.rows import Rows
+from braidax.data.leaves import Flat, flat_of
 from braidax.data.source import (
     Box,
     Indices,
@@ -62,16 +64,25 @@ class _Concatenation(Source):
         """Returns the same of the sources with their integers of 64 bits as they are stored."""
         return type(self)([widened(source) for source in self.sources])
 
+    def flat_values(self, leaf: str) -> Flat | None:
+        """Returns how all of the sources hold the values of a leaf; None where they differ."""
+        found = [flat_of(source, leaf) for source in self.sources]
+        return found[0] if found.count(found[0]) == len(found) else None
+
     def read(self, indices: Indices, out: Any) -> None:
         leaves, structure = jax.tree.flatten(out)
         for source, inside, rows in self._parts(indices):
             if len(inside) == len(indices):
                 source.read(inside, out)
                 return
-            window = allocate(source.sample_spec, len(inside))
-            source.read(inside, window)
-            for target, leaf in zip(leaves, structure.flatten_up_to(window), strict=True):
-                target[rows] = leaf
+            window = structure.flatten_up_to(allocate(source.sample_spec, len(inside)))
+            parts = [
+                target[rows] if isinstance(target, Rows) else leaf for target, leaf in zip(leaves, window, strict=True)
+            ]
+            source.read(inside, structure.unflatten(parts))
+            for target, leaf in zip(leaves, parts, strict=True):
+                if not isinstance(target, Rows):
+                    target[rows] = leaf
 
     def prepare(self, indices: Indices) -> None:
         for source, inside, _ in self._parts(indices):

@@ -12,9 +12,11 @@ from braidax.data.formats.records.fields import Columns, Field, Parsed, fields_o
 from braidax.data.formats.records.index import Chunk, RecordIndex
 from braidax.data.formats.records.lines import BOM, between, chunks, decoded, first_byte
 from braidax.data.formats.records.records import Decoder, RecordSource
+from braidax.data.formats.rows import Rows, Target
 from braidax.data.formats.tables.columns import VALID
+from braidax.data.leaves import Flat
 from braidax.data.source import Indices
-from braidax.data.storage.files import Bytes, Files
+from braidax.data.storage.files import Bytes, Files, Joined, joined
 from braidax.errors import ArgumentError, FormatError, RecordError
 
 _NEWLINE, _RETURN, _QUOTE = 10, 13, 34
@@ -150,12 +152,18 @@ class _Rows(Decoder):
     def sample_spec(self) -> Any:
         return {field.name: field.spec for field in self._fields}
 
+    def flat_values(self, leaf: str) -> Flat | None:
+        """Returns what columns of text are made of, as `Flattened`."""
+        is_text = any(field.name == leaf and not field.is_numeric for field in self._fields)
+        return Flat("text", np.dtype(np.uint8)) if is_text else None
+
     def decode(self, payloads: Sequence[Bytes], indices: Indices, out: Any, where: Callable[[int], str]) -> None:
         if len(payloads) >= _AT_ONCE and self._num_misses < _MOST_MISSES and self._has_all:
             from braidax.data.formats.records.csv_windows import parsed_at_once  # not with `import braidax`
 
             style, held = self._style, [field for field in self._fields if not field.mask_of]
-            parsed = parsed_at_once(payloads, held, self._names, style.delimiter, style.quotes)
+            pieces = [field.name for field in held if isinstance(out[field.name], Rows)]
+            parsed = parsed_at_once(payloads, held, self._names, style.delimiter, style.quotes, pieces)
             if parsed is not None:
                 self._store(dict(zip([field.name for field in held], parsed, strict=True)), out, where)
                 return
@@ -180,12 +188,16 @@ class _Rows(Decoder):
     def _store(self, found: Mapping[str, Parsed], out: Any, where: Callable[[int], str]) -> None:
         for field in self._fields:
             values, is_valid = found[field.mask_of or field.name]
-            if field.mask_of:
-                out[field.name][:] = is_valid
+            target: Target = out[field.name]
+            if isinstance(target, Rows):
+                pieces = values if isinstance(values, Joined) else joined([text.encode() for text in values])
+                target.place(*pieces)
+            elif field.mask_of:
+                target[:] = is_valid
             elif field.nulls == "masked":
-                field.store_valid(values, is_valid, out[field.name], where)
+                field.store_valid(values, is_valid, target, where)
             else:
-                field.store(values, out[field.name], where)
+                field.store(values, target, where)
 
 
 def _numbers(values: list[str], field: Field, where: Callable[[int], str]) -> list[Any]:

@@ -1,12 +1,13 @@
 """Many records of CSV parsed at once by pyarrow, where it is installed and what it reads is what Python would."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from braidax.data.formats.records.fields import Field, Parsed
-from braidax.data.storage.files import Bytes
+from braidax.data.formats.tables.tables import text_of
+from braidax.data.storage.files import Bytes, Joined
 from braidax.errors import MissingExtra
 from braidax.extras import import_pyarrow, import_pyarrow_csv
 
@@ -15,14 +16,20 @@ _HEX = (b"0x", b"0X")  # which pyarrow takes for integers, and Python does not
 
 
 def parsed_at_once(
-    payloads: Sequence[Bytes], fields: Sequence[Field], names: Sequence[str], delimiter: str, quotes: bool
+    payloads: Sequence[Bytes],
+    fields: Sequence[Field],
+    names: Sequence[str],
+    delimiter: str,
+    quotes: bool,
+    pieces: Collection[str] = (),
 ) -> list[Parsed] | None:
     """Parses records that are no empty lines.
 
     **Arguments:** `payloads`: the bytes of each. `fields`: to read. `names`: of all columns. `delimiter`. `quotes`:
-    whether fields may be quoted.
+    whether fields may be quoted. `pieces`: fields of text that are wanted as their bytes.
 
-    **Returns:** the values of each field, as `Field.store` takes them, and which are no empty cells; None where pyarrow
+    **Returns:** the values of each field, as `Field.store` takes them, or text as `Joined`, and which are no empty
+    cells; None where pyarrow
     is not there, or where a record needs a closer look: it may be wrong, or right in a way that pyarrow does not know.
     """
     data = b"\n".join([*payloads, b""])
@@ -64,10 +71,13 @@ def parsed_at_once(
     columns = [table.column(field.name) for field in fields]
     if any(column.null_count for field, column in zip(fields, columns, strict=True) if field.nulls != "masked"):
         return None
-    return [_values(field, column) for field, column in zip(fields, columns, strict=True)]
+    return [_values(field, column, pieces) for field, column in zip(fields, columns, strict=True)]
 
 
-def _values(field: Field, column: Any) -> Parsed:
+def _values(field: Field, column: Any, pieces: Collection[str]) -> Parsed:
+    if field.name in pieces:
+        data, bounds = text_of(column.combine_chunks())
+        return Parsed(Joined(data, bounds[:-1], np.diff(bounds)), np.ones(len(column), np.bool_))
     if not field.is_numeric:
         return Parsed(column.to_pylist(), np.ones(len(column), np.bool_))
     filled = column.fill_null(False if field.wide.kind == "b" else 0) if column.null_count else column

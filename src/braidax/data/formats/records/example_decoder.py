@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from braidax.data.formats.records.example import Feature, features, floats, int64s, numbers
 from braidax.data.formats.records.fields import Columns, Field, fields_of, readable
 from braidax.data.formats.records.records import Decoder, WindowDecoder
+from braidax.data.formats.rows import Rows, Target
+from braidax.data.leaves import Flat
 from braidax.data.source import Indices
 from braidax.data.storage.files import Bytes, Joined, compiled, joined
 from braidax.errors import RecordError
@@ -122,6 +124,11 @@ class _Examples(WindowDecoder):
     def sample_spec(self) -> Any:
         return {name: typed.field.spec for name, typed in self._fields.items()}
 
+    def flat_values(self, leaf: str) -> Flat | None:
+        """Returns how records hold the values of a feature, as `Flattened`: of bytes, one beside the other."""
+        one = self._fields.get(leaf)
+        return Flat("text" if one.is_text else "bytes", np.dtype(np.uint8)) if one and one.kind == "bytes" else None
+
     def decode(self, payloads: Sequence[Bytes], indices: Indices, out: Any, where: Callable[[int], str]) -> None:
         if compiled() is None:
             self._decode_each(payloads, out, where)
@@ -147,21 +154,22 @@ class _Examples(WindowDecoder):
             if found[name] is not out[name] and plain.size:
                 part = _part(out[name], plain)
                 self._finish(one, found[name][plain], records, part, lambda row: where(int(plain[row])))
-                if part is not out[name]:
-                    out[name][plain] = part
+                _put(part, out[name], plain)
         if others.size:  # as few writers write them, or wrong: then this raises what is wrong
             parts = {name: _part(out[name], others) for name in self._fields}
             self._decode_each(records.payloads(others.tolist()), parts, lambda row: where(int(others[row])))
             for name, part in parts.items():
-                if part is not out[name]:
-                    out[name][others] = part
+                _put(part, out[name], others)
 
-    def _finish(
-        self, one: _Typed, found: NDArray[Any], records: Joined, out: NDArray[Any], where: Callable[[int], str]
-    ) -> None:
+    def _finish(self, one: _Typed, found: NDArray[Any], records: Joined, out: Any, where: Callable[[int], str]) -> None:
         """Makes a leaf of numbers that were read in another dtype, or of the places of values."""
         if one.form != "p":
             one.field.store_flat(found.reshape(-1), np.full(len(found), one.count), out, where)
+            return
+        if isinstance(out, Rows):
+            filled = out.place(records.data, *np.ascontiguousarray(found.T))
+            wrong = [[bytes(records.data[at : at + size])] for at, size in found[filled : filled + 1].tolist()]
+            self._store_bytes(wrong, one, np.empty(len(wrong), object), lambda _: where(filled))
             return
         view = records.data.data
         column = [[bytes(view[start : start + length])] for start, length in found.tolist()]
@@ -183,9 +191,14 @@ class _Examples(WindowDecoder):
             else:
                 self._store_numbers(columns[name], typed, out[name], where)
 
-    def _store_bytes(
-        self, column: list[list[bytes]], typed: _Typed, out: NDArray[Any], where: Callable[[int], str]
-    ) -> None:
+    def _store_bytes(self, column: list[list[bytes]], typed: _Typed, out: Target, where: Callable[[int], str]) -> None:
+        if isinstance(out, Rows):
+            as_bytes = _Typed(typed.field, typed.kind, is_text=False)
+            self._store_bytes(column, as_bytes, np.empty(len(column), object), where)
+            filled = out.place_each([parts[0] for parts in column])
+            wrong = column[filled : filled + 1]
+            self._store_bytes(wrong, typed, np.empty(len(wrong), object), lambda _: where(filled))
+            return
         for row, parts in enumerate(column):
             if len(parts) != 1:
                 raise RecordError(
@@ -213,9 +226,17 @@ class _Examples(WindowDecoder):
         typed.field.store_flat(values, counts, out, where)
 
 
-def _part(leaf: NDArray[Any], rows: Indices) -> NDArray[Any]:
-    """Returns memory for some rows of a leaf: its own for all of them."""
+def _part(leaf: Target, rows: Indices) -> Target:
+    """Returns memory for some rows of a leaf: its own for all of them, and where it takes them one by one."""
+    if isinstance(leaf, Rows):
+        return leaf[rows]
     return leaf if len(rows) == len(leaf) else np.empty((len(rows), *leaf.shape[1:]), leaf.dtype)
+
+
+def _put(part: Target, leaf: Target, rows: Indices) -> None:
+    """Copies some rows of a leaf into place, if they are not there yet."""
+    if part is not leaf and isinstance(leaf, np.ndarray):
+        leaf[rows] = part
 
 
 def _parts(feature: Feature | None, name: str, typed: _Typed, where: Callable[[], str]) -> list[bytes]:

@@ -8,9 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.formats.records.index import Chunk, RecordIndex
-from braidax.data.formats.records.records import Decoder, RecordSource
+from braidax.data.formats.records.records import RecordSource, WindowDecoder
+from braidax.data.formats.rows import Rows
+from braidax.data.leaves import Flat
 from braidax.data.source import VARYING, Indices
-from braidax.data.storage.files import Bytes, Files
+from braidax.data.storage.files import Bytes, Files, Joined
 from braidax.errors import FormatError, RecordError
 
 BOM = b"\xef\xbb\xbf"
@@ -106,14 +108,26 @@ def decoded(payload: Bytes, where: Callable[[], str]) -> str:
         ) from error
 
 
-class _Text(Decoder):
+class _Text(WindowDecoder):
     """Lines as they are."""
 
     @property
     def sample_spec(self) -> Any:
         return {"text": VARYING}
 
+    def flat_values(self, leaf: str) -> Flat | None:
+        """Returns what lines are made of, as `Flattened`."""
+        return Flat("text", np.dtype(np.uint8)) if leaf == "text" else None
+
     def decode(self, payloads: Sequence[Bytes], indices: Indices, out: Any, where: Callable[[int], str]) -> None:
         texts = out["text"]
         for row, payload in enumerate(payloads):
             texts[row] = decoded(payload, lambda row=row: where(row))
+
+    def decode_joined(self, records: Joined, indices: Indices, out: Any, where: Callable[[int], str]) -> None:
+        texts = out["text"]
+        if not isinstance(texts, Rows):
+            self.decode(records.payloads(), indices, out, where)
+        elif (filled := texts.place(*records)) < len(texts):
+            decoded(records.payloads([filled])[0], lambda: where(filled))
+            raise AssertionError("all of it is text")

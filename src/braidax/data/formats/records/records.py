@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 from braidax.data.formats.records.index import Index
+from braidax.data.leaves import Flat, flat_of
 from braidax.data.source import Indices, Source, check_indices, listed, widened
 from braidax.data.storage.files import Bytes, Files, Joined, read_joined, stamp_of_files
 from braidax.data.storage.local import LocalFiles
@@ -74,6 +75,10 @@ class RecordSource(Source):
         found = copy.copy(self)
         found._decoder, found._narrow = widened(self._decoder), self
         return found
+
+    def flat_values(self, leaf: str) -> Flat | None:
+        """Returns how the decoder holds the values of a leaf, as `Flattened`."""
+        return flat_of(self._decoder, leaf)
 
     def read(self, indices: Indices, out: Any) -> None:
         """Reads the records of a window together, and decodes them into place."""

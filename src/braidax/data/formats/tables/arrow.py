@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.data.formats.rows import Target
 from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES, Block, Blocks, BlockSource, Group
-from braidax.data.formats.tables.columns import RAGGED, Leaf, with_lengths
+from braidax.data.formats.tables.columns import RAGGED, Leaf, flat_leaf, with_lengths
 from braidax.data.formats.tables.direct import Direct, direct_leaf
 from braidax.data.formats.tables.huggingface import is_huggingface, read_folder, selected
 from braidax.data.formats.tables.ipc import Batch, Layout, Starts, inflated_bytes, read_layout
@@ -22,7 +23,7 @@ from braidax.data.formats.tables.tables import (
     refusing,
     validated,
 )
-from braidax.data.leaves import Integers
+from braidax.data.leaves import Flat, Integers
 from braidax.data.source import Box, Indices, Sliced, Source, check_indices, listed, widened
 from braidax.data.storage import Files, LocalFiles
 from braidax.data.storage.files import stamp_of_files
@@ -89,6 +90,10 @@ class ArrowSource(Source, Sliced):
         """Whether reads are mere copies of single numbers now, and wait for no disk."""
         return isinstance(self._memory, Mapped) and not self._others and not self._memory.is_cold
 
+    def flat_values(self, leaf: str) -> Flat | None:
+        """Returns how the values of a leaf of varying size lie, as `Flattened`."""
+        return flat_leaf([direct.leaf for direct in self._leaves], leaf)
+
     def read(self, indices: Indices, out: Any) -> None:
         """Gathers records: one vectorized copy per leaf, however many batches and files they lie in."""
         batches, rows = self._located(indices)
@@ -100,7 +105,7 @@ class ArrowSource(Source, Sliced):
                 others = self._leaves  # one of which names the file and the record
         self._read(indices, batches, rows, [(direct, None, out[direct.leaf.name]) for direct in others])
 
-    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
+    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[Target | None]) -> None:
         """Gathers parts of records likewise; leaves that are not wanted are not touched."""
         every = zip(self._sorted, boxes, out, strict=True)
         self._read(indices, *self._located(indices), [part for part in every if part[1] is not None])
@@ -145,7 +150,7 @@ class ArrowSource(Source, Sliced):
         indices: Indices,
         batches: Indices,
         rows: Indices,
-        parts: Sequence[tuple[Direct, Box | None, NDArray[Any] | None]],
+        parts: Sequence[tuple[Direct, Box | None, Target | None]],
     ) -> None:
         for direct, box, target in parts:
             assert target is not None, "a leaf that is wanted has a place"
@@ -161,7 +166,7 @@ class ArrowSource(Source, Sliced):
         box: Box | None,
         batches: Indices,
         rows: Indices,
-        target: NDArray[Any],
+        target: Any,
         indices: Indices,
     ) -> None:
         """Reads one record after another: the one that raises is named by its file and its number there."""

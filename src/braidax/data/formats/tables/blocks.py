@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.data.formats.rows import Rows
 from braidax.data.formats.tables.block_cache import BlockCache, DecodesInPlace, Group, InPlace, Whole, Window, Windows
-from braidax.data.formats.tables.columns import Leaf, fill
-from braidax.data.leaves import Integers
+from braidax.data.formats.tables.columns import Leaf, fill, flat_leaf
+from braidax.data.leaves import Flat, Integers
 from braidax.data.source import Indices, Source, check_indices
 from braidax.data.storage.files import stamp_of_files
 from braidax.errors import ArgumentError, RecordError
@@ -146,6 +147,10 @@ class BlockSource(Source):
         """Whether all of the table is decoded and kept, so that reads are mere copies."""
         return self._whole is not None and self._whole.is_complete
 
+    def flat_values(self, leaf: str) -> Flat | None:
+        """Returns how the values of a leaf of varying size lie, as `Flattened`."""
+        return flat_leaf(self._leaves, leaf)
+
     def read(self, indices: Indices, out: Any) -> None:
         """Reads records block by block: at hand first, then those to decode, then what others decode meanwhile."""
         check_indices(indices, len(self), where=f"{self._table.names[0]} ({len(self._table.names)} file(s))")
@@ -258,10 +263,14 @@ class BlockSource(Source):
         whole = len(places) == len(indices)  # then the stable order is that of the window
         for leaf in self._leaves:
             target = out[leaf.name]
-            part = target if whole else np.empty((len(places), *target.shape[1:]), target.dtype)
-            fill(leaf, group[leaf.name], rows, part, records=records, where=self._table.names[block.file])
-            if not whole:
-                target[places] = part
+            where = self._table.names[block.file]
+            put = functools.partial(fill, leaf, group[leaf.name], rows, records=records, where=where)
+            if whole or isinstance(target, Rows):
+                put(target if whole else target[places])
+                continue
+            part = np.empty((len(places), *target.shape[1:]), target.dtype)
+            put(part)
+            target[places] = part
 
     def _decode(self, index: int) -> Group:
         group = self._table.decode(index)

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.leaves import Integers
+from braidax.data.formats.rows import Rows, Target
+from braidax.data.leaves import Flat, Integers
 from braidax.data.source import VARYING, Indices, gather, loader_dtype, narrow
-from braidax.data.storage.files import Bytes
+from braidax.data.storage.files import Bytes, Joined
 from braidax.errors import FormatError, RecordError
 
 VALID = ".is_valid"  # with a leaf's name before it, the name of the leaf that says which records have a value
@@ -140,6 +141,14 @@ class Column(NamedTuple):
         """What it takes in memory."""
         return sum(array.nbytes for array in self if array is not None)
 
+    def pieces(self, rows: Indices) -> Joined:
+        """Returns the bytes of some of the records of a varying leaf, as they lie."""
+        assert self.offsets is not None, "the leaf varies in size"
+        data = np.ascontiguousarray(self.values)
+        item_bytes = data.itemsize * math.prod(data.shape[1:])
+        starts = self.offsets[rows] * item_bytes
+        return Joined(data.reshape(-1).view(np.uint8), starts, self.offsets[rows + 1] * item_bytes - starts)
+
     def take(self, rows: Indices) -> "Column":
         """Returns some of the records, copied."""
         faults = None if self.faults is None else self.faults[rows]
@@ -151,11 +160,20 @@ class Column(NamedTuple):
         return Column(values, np.cumsum([0, *(stops - starts)], dtype=np.int64), faults)
 
 
-def fill(leaf: Leaf, column: Column, rows: Indices, out: NDArray[Any], *, records: Indices, where: str) -> None:
+def flat_leaf(leaves: Sequence[Leaf], name: str) -> Flat | None:
+    """Returns how the values of a leaf of varying size lie, as `Flattened.flat_values`; None for any other."""
+    for leaf in leaves:
+        if leaf.name == name and leaf.is_varying:
+            flat = Flat(leaf.kind if leaf.kind in ("text", "bytes") else "numbers", leaf.stored, leaf.shape)
+            return flat if flat.item_bytes else None
+    return None
+
+
+def fill(leaf: Leaf, column: Column, rows: Indices, out: Target, *, records: Indices, where: str) -> None:
     """Copies records of a decoded column into place.
 
-    **Arguments:** `rows`: int64 `[n]`, which of the column's records. `out`: `[n, *sample_shape]`. `records`: their
-    numbers in the file `where`, for errors.
+    **Arguments:** `rows`: int64 `[n]`, which of the column's records. `out`: `[n, *sample_shape]`, or rows. `records`:
+    their numbers in the file `where`, for errors.
 
     **Raises:** `RecordError` naming a record that is null without a mask, has a list of another length, or holds what
     does not fit.
@@ -164,12 +182,15 @@ def fill(leaf: Leaf, column: Column, rows: Indices, out: NDArray[Any], *, record
         is_null = column.faults[rows] == NULL
         if leaf.nulls == "masked" and is_null.any():
 
-            def read(kept: Indices, part: NDArray[Any]) -> None:
+            def read(kept: Indices, part: Target) -> None:
                 fill(leaf, column, rows[kept], part, records=records[kept], where=where)
 
             fill_valid(leaf, is_null, out, read, where=where)
             return
         refuse_faults(leaf, column.faults[rows], records, where=where)
+    if isinstance(out, Rows):
+        fill_rows(leaf, column.pieces(rows), out, records=records, where=where)
+        return
     if column.offsets is None:
         if column.values.dtype == out.dtype:
             gather(column.values, rows, out, where=where, leaf=leaf.name)
@@ -186,6 +207,18 @@ def fill(leaf: Leaf, column: Column, rows: Indices, out: NDArray[Any], *, record
         _fill_lists(
             leaf, np.concatenate([column.values[:0], *parts]), [len(part) for part in parts], out, records, where
         )
+
+
+def fill_rows(leaf: Leaf, pieces: Joined, out: Rows, *, records: Indices, where: str) -> None:
+    """Fills rows with the samples of a varying leaf.
+
+    **Arguments:** `pieces`: the bytes of each sample. `records`, `where`: for errors.
+
+    **Raises:** `RecordError` for text that is no UTF-8.
+    """
+    filled = out.place(*pieces)
+    if filled < len(out):
+        raise _not_text(leaf, pieces.payloads([filled]), records[filled : filled + 1], where)
 
 
 def fill_pieces(leaf: Leaf, pieces: Sequence[Bytes], out: NDArray[Any], *, records: Indices, where: str) -> None:
@@ -211,17 +244,21 @@ def fill_pieces(leaf: Leaf, pieces: Sequence[Bytes], out: NDArray[Any], *, recor
 def fill_valid(
     leaf: Leaf,
     is_null: NDArray[np.bool_],
-    out: NDArray[Any],
-    read: Callable[[Indices, NDArray[Any]], None],
+    out: Target,
+    read: Callable[[Indices, Any], None],
     *,
     where: str,
 ) -> None:
     """Reads the records that have a value, and puts NaN, 0, False, or what is empty in place of those that are null.
 
-    **Arguments:** `is_null`: `[n]`. `out`: `[n, *sample_shape]`. `read`: reads some of the `n` records, by their places
-    among these, into an array like `out`. `where`: the file, for errors.
+    **Arguments:** `is_null`: `[n]`. `out`: `[n, *sample_shape]`, or rows. `read`: reads some of the `n` records, by
+    their places among these, into an array like `out`, or into rows. `where`: the file, for errors.
     """
     kept, nulls = np.flatnonzero(~is_null), np.flatnonzero(is_null)
+    if isinstance(out, Rows):
+        out[nulls].clear()
+        read(kept, out[kept])
+        return
     part = np.empty((len(kept), *out.shape[1:]), out.dtype)
     read(kept, part)
     out[kept] = part

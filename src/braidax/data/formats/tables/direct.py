@@ -3,27 +3,31 @@
 Source: the Arrow columnar format, "Physical Memory Layout".
 """
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.formats.arrays.record_layout import RecordLayout, read_boxes
+from braidax.data.formats.rows import Rows, Target
 from braidax.data.formats.tables.columns import (
     RAGGED,
     Leaf,
     Level,
     Value,
     fill_pieces,
+    fill_rows,
     fill_valid,
     with_lengths,
 )
 from braidax.data.formats.tables.ipc import Batch
 from braidax.data.formats.tables.nulls import DirectMask, Nulls
 from braidax.data.source import Box, Indices
-from braidax.data.storage.mapped import Memory, Places
+from braidax.data.storage.files import Joined, joined
+from braidax.data.storage.mapped import Mapped, Memory, Places
 from braidax.errors import FormatError
 
 _GROUP = 1 << 12  # batches whose offsets are looked at together
@@ -89,7 +93,7 @@ class DirectLeaf:
         memory: Memory,
         batches: Indices,
         rows: Indices,
-        out: NDArray[Any],
+        out: Target,
         *,
         box: Box | None = None,
         records: Indices,
@@ -105,15 +109,20 @@ class DirectLeaf:
         is_null = self._nulls.at(batches, rows)
         if is_null.any():
 
-            def read(kept: Indices, part: NDArray[Any]) -> None:
+            def read(kept: Indices, part: Target) -> None:
                 self.read(memory, batches[kept], rows[kept], part, box=box, records=records[kept], where=where)
 
             fill_valid(self.leaf, is_null, out, read, where=where)
             return
         if self._offsets is not None:
             places, lengths = self._spans(memory, batches, rows, where)
+            if isinstance(out, Rows):
+                with _pieces(memory, places, np.minimum(lengths, out.most_bytes)) as pieces:
+                    fill_rows(self.leaf, pieces, out, records=records, where=where)
+                return
             fill_pieces(self.leaf, memory.slices(places, lengths), out, records=records, where=where)
             return
+        assert isinstance(out, np.ndarray), "records of one size have an array"
         starts = self._base[batches] + rows * self._stride
         if self.leaf.kind == "bit":
             self._read_bits(memory, starts, out)
@@ -192,6 +201,16 @@ class DirectLeaf:
         bits = np.unpackbits(packed, axis=1, bitorder="little").view(np.bool_)
         chosen = (places - first * 8)[:, None] + np.arange(self._stride)
         out.reshape(len(places), self._stride)[:] = np.take_along_axis(bits, chosen, axis=1)
+
+
+@contextlib.contextmanager
+def _pieces(memory: Memory, places: Places, lengths: Places) -> Generator[Joined]:
+    """Holds pieces of files together: where they are mapped, else copied."""
+    if isinstance(memory, Mapped):
+        with memory.reading(places, lengths):
+            yield Joined(memory.items(np.dtype(np.uint8)), places, lengths)
+    else:
+        yield joined(memory.slices(places, lengths))
 
 
 Direct = DirectLeaf | DirectMask

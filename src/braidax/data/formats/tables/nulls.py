@@ -65,7 +65,7 @@ class DirectMask:
         memory: Memory,
         batches: Indices,
         rows: Indices,
-        out: NDArray[Any],
+        out: Any,
         *,
         box: Box | None = None,
         records: Indices,

@@ -19,10 +19,11 @@ import numpy as np
 from braidax.data.formats.tables.arrow import SUFFIXES as ARROW_SUFFIXES
 from braidax.data.formats.tables.arrow import arrow_contents, open_arrow
 from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES
-from braidax.data.formats.tables.columns import VALID, Column, Leaf, fill
+from braidax.data.formats.tables.columns import VALID, Column, Leaf, fill, flat_leaf
 from braidax.data.formats.tables.nulls import masked
 from braidax.data.formats.tables.parquet import open_parquet, parquet_contents
 from braidax.data.formats.tables.tables import arrow, column_of, leaves_of
+from braidax.data.leaves import Flat, flat_of
 from braidax.data.source import Indices, Source, allocate, check_indices, listed
 from braidax.data.storage import Files, LocalFiles
 from braidax.data.storage.files import stamp_of_files
@@ -52,6 +53,10 @@ class Partitioned(Wrapping, WrappingIntegers):
     def sample_spec(self) -> Any:
         """A dict of `jax.ShapeDtypeStruct`: the leaves of the files, then the keys."""
         return {**self.source.sample_spec, **{leaf.name: leaf.spec(self.names[0]) for leaf, _ in self.keys}}
+
+    def flat_values(self, leaf: str) -> Flat | None:
+        """Returns how the values of a leaf of varying size lie, as `Flattened`."""
+        return flat_leaf([key for key, _ in self.keys], leaf) or flat_of(self.source, leaf)
 
     def read(self, indices: Indices, out: Any) -> None:
         """Reads records of the files, and gives each the keys of its file."""

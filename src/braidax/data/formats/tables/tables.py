@@ -146,7 +146,7 @@ def column_of(array: Any, leaf: Leaf) -> Column:
         faults = records.faults
         return Column(np.ones(len(array), np.bool_) if faults is None else faults != NULL, None, None)
     if leaf.kind in ("text", "bytes"):
-        data, offsets = _text(values)
+        data, offsets = text_of(values)
         return Column(data, offsets, records.faults)
     numbers = _numbers(values, leaf)
     if records.bounds is None:
@@ -350,7 +350,8 @@ def _plain(values: Any) -> Any:
     return values if kind == values.type else values.cast(kind)
 
 
-def _text(values: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def text_of(values: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Returns the bytes of an array of text or bytes, and int64 `[n + 1]`, where each value begins there."""
     pa = arrow()
     is_text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
     is_text = is_text or pa.types.is_string_view(values.type)

@@ -2,14 +2,18 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.data.formats.rows import Rows
+from braidax.data.leaves import Kind
 from braidax.data.source import Indices, Source, allocate, is_varying, loader_dtype, narrow
 from braidax.errors import ArgumentError, RecordError
 
+_BYTE = np.dtype(np.uint8)
+_PYTHON: Mapping[Kind, type[str | bytes]] = {"text": str, "bytes": bytes}
 _LOOK_AT = 16  # records, until one is found that is not empty: an empty list has no dtype
 
 
@@ -18,17 +22,22 @@ class Ragged:
     """What the arrays of one varying leaf share.
 
     **Fields:** `leaf`: its name. `stored`, `loaded`: the dtype of the arrays, and the one in which JAX gets them.
-    `shape`: of one item, the arrays' shape behind their first dim.
+    `shape`: of one item, the arrays' shape behind their first dim. `kind`: text and bytes are arrays of bytes, too.
     """
 
     leaf: str
     stored: np.dtype[Any]
     loaded: np.dtype[Any]
     shape: tuple[int, ...] = ()
+    kind: Kind = "numbers"
 
     @classmethod
-    def of(cls, source: Source, leaf: str, *, needed_by: str) -> "Ragged":
-        """Looks at the first records of a source.
+    def of(
+        cls, source: Source, leaf: str, *, needed_by: str, texts: Literal["refused", "as bytes"] = "refused"
+    ) -> "Ragged":
+        """Looks at the first records of a source, or asks it how it holds the values.
+
+        **Arguments:** `texts`: what becomes of text and bytes.
 
         **Raises:** `ArgumentError` if `leaf` is no varying leaf; `RecordError` if it holds no arrays of numbers.
         """
@@ -38,7 +47,11 @@ class Ragged:
         indices = np.arange(min(len(source), _LOOK_AT), dtype=np.int64)
         window = allocate(source.sample_spec, len(indices))
         source.read(indices, window)
-        arrays = [_array(value, leaf, record) for record, value in enumerate(window[leaf].tolist())]
+        values = window[leaf].tolist()
+        for kind, python in _PYTHON.items() if texts == "as bytes" else ():
+            if all(isinstance(value, python) for value in values):
+                return cls(leaf, _BYTE, _BYTE, (), kind)
+        arrays = [_array(value, leaf, record) for record, value in enumerate(values)]
         first = next((array for array in arrays if array.size), arrays[0])
         loaded = loader_dtype(first.dtype, where=needed_by, leaf=leaf)
         return cls(leaf, first.dtype, loaded, first.shape[1:])
@@ -64,6 +77,29 @@ class Ragged:
                     "transform="
                 )
         return found
+
+    def fill(self, values: NDArray[Any], rows: Rows, indices: Indices) -> None:
+        """Fills rows with the texts or bytes of a window. **Arguments:** as of `arrays`.
+
+        **Raises:** `RecordError` for a record that holds something else, or text that UTF-8 cannot hold.
+        """
+        python, most = _PYTHON[self.kind], rows.most_bytes
+        pieces: list[bytes] = []
+        for place, value in enumerate(values.tolist()):
+            if not isinstance(value, python):
+                raise RecordError(
+                    f"record {indices[place]}: leaf {self.leaf!r} is a {type(value).__name__}, expected "
+                    f"{python.__name__} as in the first records; convert it with transform="
+                )
+            try:
+                head = value[:most]
+                pieces.append(head.encode() if isinstance(head, str) else head)
+            except UnicodeEncodeError as error:
+                raise RecordError(
+                    f"record {indices[place]}: leaf {self.leaf!r} is no text that UTF-8 can hold ({error}); mend it, "
+                    "or leave the record out"
+                ) from error
+        rows.place_each(pieces)
 
     def join(self, parts: Sequence[NDArray[Any]], out: NDArray[Any], indices: Indices) -> None:
         """Writes arrays one behind the other, in one pass.

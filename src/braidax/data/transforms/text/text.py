@@ -1,4 +1,4 @@
-"""Text: tokenized on whole windows without holding the GIL, and arrays of any length padded to one."""
+"""Text: tokenized on whole windows without holding the GIL; arrays, text and bytes of any length padded to one."""
 
 import copy
 import itertools
@@ -13,7 +13,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from braidax.data.source import VARYING, Indices, Source
+from braidax.data.formats.rows import Rows
+from braidax.data.leaves import Flat, WrappingFlat, flat_of
+from braidax.data.source import VARYING, Indices, Source, loader_dtype, narrow
 from braidax.data.transforms.text.ragged import Ragged, check_absent, check_varying, fields, lengths_of
 from braidax.data.transforms.wrapping import Wrapping
 from braidax.errors import ArgumentError, BraidaxError, FormatError, RecordError, import_extra
@@ -66,28 +68,39 @@ def tokenized(
 def padded(source: Source, length: int, *, leaf: str, pad: float = 0) -> Source:
     """Returns a source one of whose leaves has arrays of one length: longer ones are cut behind their head.
 
-    **Arguments:** `source`: samples are mappings; `leaf` holds arrays `[any, ...]`, of one dtype and one shape behind
-    the first dim, and becomes `[length, ...]`. The leaf `"num_" + leaf`, int32, is added: how many items of a sample
-    are none of the filling. `pad`: what the rest is filled with.
+    Text becomes the bytes of its UTF-8, cut behind the last character that fits whole; bytes stay what they are. Of
+    tables of Arrow and Parquet, lines of text, CSV, and bytes of TFRecord they are copied from where they lie, with no
+    object of Python for a sample.
 
-    **Raises:** `ArgumentError`; `RecordError` naming a record of another dtype or shape than the first ones.
+    **Arguments:** `source`: samples are mappings; `leaf` is text or bytes, which become uint8 `[length]`, or holds
+    arrays `[any, ...]`, of one dtype and one shape behind the first dim, which become `[length, ...]`. The leaf
+    `"num_" + leaf`, int32, is added: how many items (of text, bytes) of a sample are none of the filling. `pad`: what
+    the rest is filled with.
+
+    **Raises:** `ArgumentError`; `RecordError` naming a record of another dtype or shape than the first ones, or text
+    that is no UTF-8: what is cut off is not looked at.
     """
     if length < 1:
         raise ArgumentError(f"length={length}: expected at least 1")
-    return _padded(source, length, Ragged.of(source, leaf, needed_by="padded"), pad)
+    check_varying(source, leaf, needed_by="padded")
+    flat = flat_of(source, leaf)
+    if flat is None:
+        return _padded(source, length, Ragged.of(source, leaf, needed_by="padded", texts="as bytes"), pad)
+    loaded = loader_dtype(flat.stored, where="padded", leaf=leaf)
+    return _padded(source, length, Ragged(leaf, flat.stored, loaded, flat.shape, flat.kind), pad, flat)
 
 
-def _padded(source: Source, length: int, ragged: Ragged, pad: float) -> Source:
-    blank = np.empty((length, *ragged.shape), ragged.stored)
+def _padded(source: Source, length: int, ragged: Ragged, pad: float, flat: Flat | None = None) -> Source:
+    blank = np.empty((length, *ragged.shape), ragged.loaded)
     try:
         blank[...] = pad
         fits = bool((blank == pad).all()) or blank.dtype.kind not in "biu"
     except OverflowError:
         fits = False
     if not fits:
-        raise ArgumentError(f"pad={pad!r} does not fit in {ragged.stored}, the dtype of leaf {ragged.leaf!r}")
+        raise ArgumentError(f"pad={pad!r} does not fit in {ragged.loaded}, the dtype of leaf {ragged.leaf!r}")
     check_absent(fields(source, needed_by="padded"), [f"num_{ragged.leaf}"], needed_by="padded")
-    return _Padded(source, length, ragged, blank)
+    return _Padded(source, length, ragged, blank.astype(ragged.stored), flat)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,11 +186,12 @@ def _ended(arrays: list[NDArray[np.int32]], end: int) -> list[NDArray[np.int32]]
     return [joined[start:stop] for start, stop in itertools.pairwise(borders)]
 
 
-@dataclass(frozen=True, eq=False)
-class _Padded(Wrapping):
+@dataclass(frozen=True, eq=False, repr=False)
+class _Padded(Wrapping, WrappingFlat):
     length: int
     ragged: Ragged
     blank: NDArray[Any]
+    flat: Flat | None
 
     @property
     def sample_spec(self) -> Any:
@@ -190,10 +204,18 @@ class _Padded(Wrapping):
 
     def read(self, indices: Indices, out: Any) -> None:
         leaf, count = self.ragged.leaf, f"num_{self.ragged.leaf}"
-        varying = np.empty(len(indices), object)
         inner = {name: array for name, array in out.items() if name not in (leaf, count)}
+        if self.flat is not None:
+            self._read_flat(self.flat, indices, out, inner)
+            return
+        varying = np.empty(len(indices), object)
         self.source.read(indices, {**inner, leaf: varying})
         with span("decode", "pad", num_bytes=out[leaf].nbytes):
+            if self.ragged.kind != "numbers":
+                rows = Rows.of(Flat(self.ragged.kind, self.ragged.stored), out[leaf], self.blank)
+                self.ragged.fill(varying, rows, indices)
+                np.copyto(out[count], rows.held, casting="same_kind")
+                return
             parts: list[NDArray[Any]] = []
             for array in self.ragged.arrays(varying, indices):
                 head = array[: self.length]
@@ -201,8 +223,24 @@ class _Padded(Wrapping):
             self.ragged.join(parts, out[leaf], indices)
             np.minimum(lengths_of(varying), self.length, out=out[count], casting="same_kind")
 
+    def _read_flat(self, flat: Flat, indices: Indices, out: Any, inner: Mapping[str, Any]) -> None:
+        """Has the source fill the rows; numbers that JAX has in fewer bits go there by way of an array of their own."""
+        leaf, target = self.ragged.leaf, out[self.ragged.leaf]
+        values = target if target.dtype == flat.stored else np.empty(target.shape, flat.stored)
+        rows = Rows.of(flat, values, self.blank)
+        self.source.read(indices, {**inner, leaf: rows})
+        np.floor_divide(rows.held, flat.item_bytes, out=out[f"num_{leaf}"], casting="same_kind")
+        if values is target:
+            return
+        try:
+            narrow(values, target, indices, where="source", leaf=leaf)
+        except RecordError:
+            self.source.read(indices, {**inner, leaf: np.empty(len(indices), object)})  # which names the file
+            raise
+
     def describe(self) -> Mapping[str, str]:
-        return {**self.source.describe(), "padded": f"{self.ragged.leaf} to {self.length}"}
+        unit = "" if self.ragged.kind == "numbers" else " bytes"
+        return {**self.source.describe(), "padded": f"{self.ragged.leaf} to {self.length}{unit}"}
 
     @property
     def own_stamp(self) -> str | None:
