@@ -86,9 +86,26 @@ def test_many_records_are_not_all_listed(mesh: Mesh) -> None:
     def before(indices: np.ndarray) -> None:
         raise ValueError("no")
 
-    loader = DataLoader(Numbers(64, before), mesh, P(), batch_size=32)
-    with pytest.raises(RecordError, match=r"\[(\d+, ){7}\d+\]… \(32 in all\)"):
+    loader = DataLoader(Numbers(64, before), mesh, P(), batch_size=32, knobs=Knobs(threads=1))
+    with pytest.raises(RecordError, match=r"\[(\d+, ){7}\d+\]… \(16 in all\)"):  # half of the first batch
         next(iter(loader))
+
+
+def test_all_threads_read_the_first_batch() -> None:
+    """Had one thread to read all of it, this would hang: nobody knows yet how long a sample takes."""
+    together, sizes = threading.Barrier(4), list[int]()
+
+    def before(indices: np.ndarray) -> None:
+        if len(sizes) < 8:
+            sizes.append(len(indices))
+            together.wait(60)
+
+    loader = DataLoader(Numbers(64, before), batch_size=32, knobs=Knobs(threads=4))
+    batches = iter(loader)
+    next(batches)
+    assert sizes == [4] * 8
+    together.abort()
+    assert len(list(batches)) == 1
 
 
 @pytest.mark.parametrize("error", [FormatError("a.bin: truncated"), RecordError("a.bin, record 7: corrupt")])

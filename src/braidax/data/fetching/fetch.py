@@ -374,5 +374,10 @@ class _Pace:
             self.hedge_seconds = max(_HEDGE_SECONDS, 1.5 * seen[int(0.99 * len(seen))])
 
     def num_rows(self, least: int) -> int:
-        """Returns how many rows one read should have. **Arguments:** `least`: as far as memory allows."""
+        """Returns how many rows one read should have: until one was seen `least`, as the first batch is waited for.
+
+        **Arguments:** `least`: as far as memory allows.
+        """
+        if not self._num_reads:
+            return max(1, min(self.max_rows, least))
         return max(1, min(self.max_rows, max(least, int(_READ_SECONDS / max(self._row_seconds, 1e-9)))))
