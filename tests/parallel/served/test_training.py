@@ -42,10 +42,10 @@ def assert_as_on_one_device(
     batches = [place(make_batch(seed), step.batch_shardings) for seed in range(num_updates)]
     first = step.to_dense(state)
     begun = bx.State(0, first.params, optimizer.init(jax.tree.map(jnp.asarray, first.params)), {}, first.key)
-    expected, _, expected_metrics = single_device(
-        as_plain(loss), optimizer, begun, [make_batch(seed) for seed in range(num_updates)]
+    expected, _, (*told, on_one) = single_device(
+        as_plain(loss), optimizer, begun, [make_batch(seed) for seed in range(num_updates)], then=make_batch(0)
     )
-    for number, (batch, expects) in enumerate(zip(batches, expected_metrics, strict=True)):
+    for number, (batch, expects) in enumerate(zip(batches, told, strict=True)):
         for coming in batches[number + 1 : number + 1 + ahead]:
             step.prepare(coming)
         state, metrics = step.update(state, batch)
@@ -53,8 +53,7 @@ def assert_as_on_one_device(
         assert norm is None or float(norm) > 0
         assert_close(copied(metrics), copied(expects), atol=1e-5)
     evaluated = step.evaluate(state, make_batch(0))
-    on_one = jax.jit(as_plain(loss))(expected, {}, jax.random.fold_in(state.key, num_updates), make_batch(0))
-    np.testing.assert_allclose(evaluated["loss"], on_one[0], rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(evaluated["loss"], on_one["loss"], rtol=2e-5, atol=1e-5)
     assert_close(copied(step.to_dense(state).params), copied(expected), atol=1e-5)
 
 
@@ -93,7 +92,8 @@ def test_every_loss_on_every_mesh(gang: LocalGang, loss: str, mesh: str, optimiz
         assert_as_on_one_device(step, LOSSES[loss], OPTIMIZERS[optimizer], num_updates=4)
 
 
-@pytest.mark.parametrize("num_servers", [pytest.param(1, marks=SLOW), 3])
+@SLOW  # test_growing.py has one, and three
+@pytest.mark.parametrize("num_servers", [1, 3])
 def test_any_number_of_servers(gangs: dict[int, LocalGang], num_servers: int) -> None:
     with make_step(pooled, OPTIMIZERS["adagrad"], gangs[num_servers]) as step:
         assert_as_on_one_device(step, pooled, OPTIMIZERS["adagrad"], num_updates=3)

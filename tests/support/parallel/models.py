@@ -93,8 +93,13 @@ def _step(loss: Any, optimizer: optax.GradientTransformation) -> Any:
     return step
 
 
-def single_device(loss: Any, optimizer: optax.GradientTransformation, state: bx.State, batches: list[Any]) -> Any:
-    """Parameters, variables and metrics after plain JAX on one device; `loss(params, variables, key, batch)`."""
+def single_device(
+    loss: Any, optimizer: optax.GradientTransformation, state: bx.State, batches: list[Any], *, then: Any = None
+) -> Any:
+    """Parameters, variables and metrics after plain JAX on one device; `loss(params, variables, key, batch)`.
+
+    **Arguments:** `then`: a batch whose metrics behind all updates are told as well; it trains nothing.
+    """
     step = _step(loss, optimizer)
     key, (params, variables, opt_state) = on_one_device((state.key, (state.params, state.variables, state.opt_state)))
     metrics: list[Any] = []
@@ -103,6 +108,9 @@ def single_device(loss: Any, optimizer: optax.GradientTransformation, state: bx.
             params, variables, opt_state, jax.random.fold_in(key, index), jax.tree.map(jnp.array, batch)
         )
         metrics.append(metric)
+    if then is not None:
+        own = jax.random.fold_in(key, len(batches))
+        metrics.append(step(params, variables, opt_state, own, jax.tree.map(jnp.array, then))[-1])
     return params, variables, metrics
 
 
