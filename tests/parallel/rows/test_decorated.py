@@ -24,8 +24,8 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-def init() -> Any:
-    keys = jax.random.split(jax.random.key(0), 4)
+def init(key: jax.Array) -> Any:
+    keys = jax.random.split(key, 4)
     table, odd = jax.random.normal(keys[0], (ROWS, WIDTH)), jax.random.normal(keys[2], (ROWS - 1, WIDTH))
     bias, w = jax.random.normal(keys[1], (ROWS,)), jax.random.normal(keys[3], (WIDTH, 3))
     return {"table": table, "bias": bias, "odd": odd, "w": w}
@@ -55,9 +55,14 @@ def train_step(state: Any, batch: Any) -> Any:
     return state, {"loss": value, "norm": optax.tree.norm(gradients), **aux}
 
 
+@jax.jit
+def _begun(first: jax.Array, key: jax.Array) -> Any:
+    params = init(first)
+    return {"params": params, "average": params, "opt_state": OPTIMIZER.init(params), "key": key}
+
+
 def begin() -> Any:
-    params = init()
-    return {"params": params, "average": params, "opt_state": OPTIMIZER.init(params), "key": jax.random.key(4)}
+    return _begun(jax.random.key(0), jax.random.key(4))
 
 
 def samples(seed: int, beyond: int = 5) -> Any:
@@ -190,7 +195,7 @@ def odd_step(state: Any, batch: Any) -> Any:
 
 
 def test_what_steps_do_with_tables() -> None:
-    table = init()["table"][:64]
+    table = begin()["params"]["table"][:64]
     begun = {"table": table, "other": jnp.cos(table)}
     step = bx.parallelize(make_mesh("8 auto"), {"data": bx.Hybrid(overrides={"state/*": bx.Rows()})})(odd_step)
     state, alone, run = begun, begun, jax.jit(odd_step)

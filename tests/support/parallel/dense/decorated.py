@@ -1,5 +1,6 @@
 """A whole training step that a user wrote, and the one device that says what is right."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +33,19 @@ def whole_step(model: Model, optimizer: optax.GradientTransformation = OPTIMIZER
 
 def begin(model: Model, optimizer: optax.GradientTransformation = OPTIMIZER) -> Any:
     """Returns the state before the first step."""
-    params = model.init(jax.random.key(3))
-    return {"params": params, "average": params, "opt_state": optimizer.init(params), "key": jax.random.key(4)}
+    return _begun(model.init, optimizer)(jax.random.key(3), jax.random.key(4))
+
+
+@functools.cache
+def _begun(init: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation) -> Any:
+    """One program: operation by operation it would be dozens."""
+
+    @jax.jit
+    def begun(first: jax.Array, key: jax.Array) -> Any:
+        params = init(first)
+        return {"params": params, "average": params, "opt_state": optimizer.init(params), "key": key}
+
+    return begun
 
 
 def assert_as_on_one_device(step: Any, train_step: Any, state: Any, batches: list[Any], *, atol: float = 1e-5) -> Any:
