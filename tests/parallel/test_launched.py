@@ -35,8 +35,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
 
     def run(*case: str, processes: int, servers: int, log: io.StringIO | None = None, **options: Any) -> Any:
         log, restarts = io.StringIO() if log is None else log, options.pop("restarts", 0)
-        given: dict[str, Any] = {"initialize": "nothing", **options}
-        program = Program("tests.support.parallel.launched", case, "module", devices_per_process=1, **given)
+        given: dict[str, Any] = {"initialize": "nothing", "devices_per_process": 1, **options}
+        program = Program("tests.support.parallel.launched", case, "module", **given)
         return launch_here(program, processes, servers=servers, restarts=restarts, log=log), log.getvalue()
 
     return run
@@ -88,14 +88,20 @@ def assert_trained_by_workers(log: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "lost",
-    ["server", pytest.param("server and rank", marks=pytest.mark.slow)],  # tests/gang has ranks that die
+    ("lost", "processes"),
+    [
+        ("server", 1),
+        pytest.param("server", 2, marks=pytest.mark.slow),
+        pytest.param("server and rank", 2, marks=pytest.mark.slow),  # tests/gang has ranks that die
+    ],
 )
 def test_training_goes_on_from_the_checkpoint_when_a_server_dies_and_when_a_rank_does(
-    launched: Launch, tmp_path: Any, lost: str
+    launched: Launch, tmp_path: Any, lost: str, processes: int
 ) -> None:
+    """On two devices, of one process or of two."""
     restarts = len(lost.split(" and "))
-    code, log = launched("saved", str(tmp_path), lost, processes=2, servers=1, restarts=restarts, initialize="jax")
+    options: dict[str, Any] = {"initialize": "jax", "devices_per_process": 2 // processes, "restarts": restarts}
+    code, log = launched("saved", str(tmp_path), lost, processes=processes, servers=1, **options)
     assert code == 0, log
     died = r"braidax launch: {} \(pid \d+\) failed first: it was ended by signal 9"
     assert re.search(died.format("server 0"), log), log

@@ -46,8 +46,8 @@ def tell(**found: Any) -> None:
 
 
 def saved(folder: str, lost: str) -> None:
-    """Trains in two processes; behind a checkpoint of the first generation a server is killed, and where "server and
-    rank" are `lost`, rank 1 of the second one."""
+    """Trains on two devices, of one process or of two; behind a checkpoint of the first generation a server is killed,
+    and where "server and rank" are `lost`, rank 1 of the second one."""
     generation, rank = int(os.environ["BRAIDAX_GENERATION"]), jax.process_index()
     mesh = jax.make_mesh((2,), ("data",))
     with (

@@ -1,0 +1,24 @@
+"""What two processes train one behind the other, so that they begin and import once: `braidax launch --module
+tests.support.parallel.several_of_two one_of_two "hybrid_of_two: two axes"` tells a line of each."""
+
+import json
+import sys
+
+from tests.support.parallel import hybrid_of_two, one_of_two, served_of_two
+
+CASES = {
+    "one_of_two": one_of_two.losses,
+    "hybrid_of_two": hybrid_of_two.numbers,
+    "served_of_two": served_of_two.numbers,
+}
+
+
+def numbers(case: str) -> list[float]:
+    """Trains. **Arguments:** `case`: a module and, where it has several cases, the name of one: `"module: name"`."""
+    module, *names = case.split(": ")
+    return CASES[module](*names)
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        sys.stdout.write(json.dumps(numbers(each)) + "\n")
