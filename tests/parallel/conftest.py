@@ -1,11 +1,14 @@
 """Gangs that tests of servers share: with its first step a server imports JAX, which takes longer than a test."""
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from braidax.gang import LocalGang
+from tests.support.parallel.served.exports import write_once
+from tests.support.parallel.served.losing import mend
 
 _STACK = contextlib.ExitStack()
 
@@ -25,11 +28,27 @@ _GANGS = _Gangs()
 def gangs() -> dict[int, LocalGang]:
     """Gangs of 1, 2 and 3 ranks, and of more for who asks before a test begins, which may leave no thread behind.
 
-    A test that kills a rank, or changes for good what it runs, starts a gang of its own.
+    A test that kills a rank uses `mended`; one that changes for good what a rank runs starts a gang of its own.
     """
     for size in (1, 2, 3):
         _ = _GANGS[size]
     return _GANGS
+
+
+@pytest.fixture
+def mended(gangs: dict[int, LocalGang]) -> Iterator[None]:
+    """For a test that kills ranks of `gangs`: the next one finds others in their place."""
+    yield
+    for gang in gangs.values():
+        mend(gang)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_written_once() -> Iterator[None]:
+    """Writes programs for servers down once for all steps that send the same ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        write_once(patch)
+        yield
 
 
 @pytest.hookimpl(trylast=True)

@@ -75,9 +75,11 @@ def test_a_lost_server_changes_no_bit(expected: Callable[[str], Any], optimizer:
     assert_equal(found, wanted)
 
 
-def test_without_a_copy_it_ends_and_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("mended")
+def test_without_a_copy_it_ends_and_goes_on_from_the_checkpoint(gangs: dict[int, LocalGang], tmp_path: Path) -> None:
     """Both servers of a part are lost: an error that says so; the gang is mended, and training comes to the same."""
-    with LocalGang(2) as gang, Checkpointer(tmp_path, Every(5)) as saver:
+    gang = gangs[2]
+    with Checkpointer(tmp_path, Every(5)) as saver:
         with make_step(gang, "adagrad") as step:
             wanted = trained(step)
         pids = gang.run(own_pid)

@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,9 +28,8 @@ NOBODY: Mapping[int, int] = {}
 
 
 @pytest.fixture(scope="module")
-def gang() -> Iterator[LocalGang]:
-    with LocalGang(3) as gang:
-        yield gang
+def gang(gangs: dict[int, LocalGang]) -> LocalGang:
+    return gangs[3]
 
 
 def there_again(step: Any) -> None:
@@ -86,7 +85,7 @@ def test_where_not_all_meet_again_it_is_tried_anew(
     assert "another process has taken the place of server 1" in caplog.text
 
 
-@pytest.mark.slow  # a synchronous one of the seeds of workers/test_killed.py is not
+@pytest.mark.slow  # one of the seeds of workers/test_killed.py is not
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_workers_go_on_with_others_behind_the_same_update(
     gang: LocalGang, staleness: int, caplog: pytest.LogCaptureFixture

@@ -246,10 +246,17 @@ def test_a_server_that_has_no_rows_any_more_takes_the_place_of_a_lost_one(expect
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SLOW) for seed in range(1, 30))])
+@pytest.mark.usefixtures("mended")
+def test_a_server_that_is_lost_while_others_come_or_go(gang: LocalGang, expected: Any) -> None:
+    assert_equal(trained_while_one_is_killed(gang, 0, (2, 6), {2: 3, 6: 2}), expected)
+
+
+@SLOW
+@pytest.mark.parametrize("seed", range(30))
 def test_a_server_that_is_lost_at_any_moment(seed: int, expected: Any) -> None:
     """With copies: before, during and behind a change, whichever it is."""
-    assert_equal(trained_while_one_is_killed(seed, (2, 6), {2: 4, 6: 3}), expected)
+    with LocalGang(5) as gang:
+        assert_equal(trained_while_one_is_killed(gang, seed, (2, 6), {2: 4, 6: 3}), expected)
 
 
 # Where rows go

@@ -162,8 +162,8 @@ def test_a_copy_that_fails_is_made_anew(
 @pytest.mark.parametrize("seed", range(30))
 def test_a_server_that_is_lost_while_rows_are_copied(seed: int, expected: Any) -> None:
     """With copies, before, during and behind it, whichever it is."""
-    found = trained_while_one_is_killed(seed, (2, 4), {5: 4, 6: 3}, begins={2: 4})
-    assert_equal(found, expected)
+    with LocalGang(5) as gang:
+        assert_equal(trained_while_one_is_killed(gang, seed, (2, 4), {5: 4, 6: 3}, begins={2: 4}), expected)
 
 
 @pytest.mark.parametrize("told", [{"to": 2}, {"to": -1}, {"most": 0}])

@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -39,15 +38,13 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 80
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[LocalGang]:
-    with LocalGang(SERVERS) as gang:
-        yield gang
+def servers(gangs: dict[int, LocalGang]) -> LocalGang:
+    return gangs[SERVERS]
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[LocalGang]:
-    with LocalGang(WORKERS) as gang:
-        yield gang
+def workers(gangs: dict[int, LocalGang]) -> LocalGang:
+    return gangs[WORKERS]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +93,8 @@ def replace(gang: LocalGang, rank: int, pid: int) -> None:
         gang.replace()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.slow  # test_saved.py goes on from a checkpoint, test_apart.py and test_losing.py tell who is lost
+@pytest.mark.parametrize("seed", range(80))
 def test_synchronous_training_resumes_exactly(
     servers: LocalGang, workers: LocalGang, undisturbed: Any, tmp_path: Path, seed: int
 ) -> None:

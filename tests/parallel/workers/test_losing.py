@@ -60,24 +60,24 @@ def test_a_lost_server_changes_no_bit(gangs: dict[int, LocalGang], seed: int) ->
         assert_close(params, wanted[0], exactly=True)
 
 
-def test_without_a_copy_all_are_told() -> None:
-    with LocalGang(2) as gang:
-        pids = gang.run(own_pid)
-        with pytest.raises(PeerLost, match=r"server \d of 2 is lost, and its only copy of what it had of the tables"):
-            trained(gang, 1, kill=lambda at: os.kill(pids[1], signal.SIGKILL) if at == 5 else None)
+@pytest.mark.usefixtures("mended")
+def test_without_a_copy_all_are_told(gangs: dict[int, LocalGang]) -> None:
+    pids = gangs[2].run(own_pid)
+    with pytest.raises(PeerLost, match=r"server \d of 2 is lost, and its only copy of what it had of the tables"):
+        trained(gangs[2], 1, kill=lambda at: os.kill(pids[1], signal.SIGKILL) if at == 5 else None)
 
 
-def test_nobody_waits_for_others_when_a_server_is_lost_while_they_meet() -> None:
+@pytest.mark.usefixtures("mended")
+def test_nobody_waits_for_others_when_a_server_is_lost_while_they_meet(gangs: dict[int, LocalGang]) -> None:
     """One of two workers comes; the other one would within the limit of the meeting, 60 s."""
-    with LocalGang(2) as gang:
-        pids = gang.run(own_pid)
-        begun = time.monotonic()
-        with (
-            pytest.raises(PeerLost, match=r"^rank 1 .* signal 9"),
-            bx.open_meeting(gang, workers=2, timeout_seconds=60) as meeting,
-            ThreadPoolExecutor(1) as threads,
-        ):
-            meeting_worker = threads.submit(make_step, meeting.of_worker(0), size=BATCH // 2)
-            os.kill(pids[1], signal.SIGKILL)
-            meeting_worker.result()
-        assert time.monotonic() - begun < 30
+    pids = gangs[2].run(own_pid)
+    begun = time.monotonic()
+    with (
+        pytest.raises(PeerLost, match=r"^rank 1 .* signal 9"),
+        bx.open_meeting(gangs[2], workers=2, timeout_seconds=60) as meeting,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        meeting_worker = threads.submit(make_step, meeting.of_worker(0), size=BATCH // 2)
+        os.kill(pids[1], signal.SIGKILL)
+        meeting_worker.result()
+    assert time.monotonic() - begun < 30

@@ -45,6 +45,7 @@ def test_the_norm_is_that_of_one_device(gang: LocalGang, fn: Any, optimizer: str
     check_norms(gang, fn, optimizer)
 
 
+@pytest.mark.slow  # above of two
 def test_the_norm_of_one_server(gangs: dict[int, LocalGang]) -> None:
     check_norms(gangs[1], loss, "clipped")
 
@@ -123,12 +124,13 @@ def trained(gang: LocalGang, copies: int, kill: Any = lambda: None) -> Any:
     return team(gang, 2, work)
 
 
-def test_a_server_that_dies_between_the_rounds_changes_no_bit() -> None:
-    with LocalGang(3) as gang:
-        wanted = trained(gang, 1)
-        pids = gang.run(own_pid)
-        for params in trained(gang, 2, lambda: os.kill(pids[1], signal.SIGKILL)):
-            assert_close(params, wanted[0], exactly=True)
+@pytest.mark.usefixtures("mended")
+def test_a_server_that_dies_between_the_rounds_changes_no_bit(gangs: dict[int, LocalGang]) -> None:
+    gang = gangs[3]
+    wanted = trained(gang, 1)
+    pids = gang.run(own_pid)
+    for params in trained(gang, 2, lambda: os.kill(pids[1], signal.SIGKILL)):
+        assert_close(params, wanted[0], exactly=True)
 
 
 def trained_by(comm: Communicator, seat: bx.Meeting, staleness: int, dies: str) -> Any:
@@ -185,11 +187,13 @@ def expected_of(both: int) -> Any:
 @pytest.mark.parametrize(
     ("dies", "both"), [("between", DEADLY + 1), pytest.param("within", DEADLY, marks=pytest.mark.slow)]
 )
+@pytest.mark.usefixtures("mended")
 def test_the_gradients_of_a_worker_that_dies_count_on_all_servers_or_on_none(
-    gang: LocalGang, dies: str, both: int
+    gangs: dict[int, LocalGang], gang: LocalGang, dies: str, both: int
 ) -> None:
     """Bounded: the other one goes on. What was told to all servers counts; what one of two has does not."""
-    with LocalGang(2) as workers, bx.open_meeting(gang, workers=2, timeout_seconds=LIMIT) as meeting:
+    workers = gangs[3]  # of which two train
+    with bx.open_meeting(gang, workers=2, timeout_seconds=LIMIT) as meeting:
         first = workers.submit(trained_by, meeting.of_worker(0), 1, dies, ranks=[0])
         second = workers.submit(trained_by, meeting.of_worker(1), 1, dies, ranks=[1])
         with pytest.raises(PeerLost):

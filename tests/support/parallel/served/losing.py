@@ -1,4 +1,4 @@
-"""Steps whose servers have copies, for tests that kill some."""
+"""Steps whose servers have copies, for tests that kill some, and other servers in place of these."""
 
 import os
 from typing import Any
@@ -9,6 +9,7 @@ import optax
 
 import braidax.parallel as bx
 from braidax.comm import Communicator
+from braidax.errors import GangError, PeerLost
 from braidax.gang import LocalGang
 from tests.support.parallel.models import specs
 from tests.support.parallel.served.models import init, loss, zipf_batches
@@ -22,6 +23,15 @@ OPTIMIZERS = {
 def own_pid(comm: Communicator) -> int:
     """Returns the process of the rank."""
     return os.getpid()
+
+
+def mend(gang: LocalGang) -> None:
+    """Starts another process in place of each that was killed."""
+    try:
+        gang.run(own_pid)
+    except (PeerLost, GangError):
+        gang.replace()
+        gang.run(own_pid)
 
 
 def make_step(gang: LocalGang, optimizer: str, *, copies: int = 2, spares: int = 0) -> Any:

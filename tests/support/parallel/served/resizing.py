@@ -61,35 +61,38 @@ def trained(step: Any, before: Callable[[int], object] = lambda number: None, *,
 
 
 def trained_while_one_is_killed(
-    seed: int, kills: tuple[int, int], sizes: Mapping[int, int], *, begins: Mapping[int, int] | None = None
+    gang: LocalGang,
+    seed: int,
+    kills: tuple[int, int],
+    sizes: Mapping[int, int],
+    *,
+    begins: Mapping[int, int] | None = None,
 ) -> Any:
-    """Trains on two of five servers with copies, of which one is killed; what was not moved may be moved again.
+    """Trains on two servers of a gang with copies, of which one is killed; what was not moved may be moved again.
 
     **Arguments:** `kills`: the steps of which one is drawn, soon behind whose begin that is. `sizes`, `begins`: steps
     in which other numbers of servers are wanted, or begun. Behind step 9 there are 3. **Returns:** as `trained`.
     """
-    drawn = random.Random(seed)
-    with LocalGang(5) as gang:
-        pids = gang.run(own_pid)
-        first, at, timers = drawn.randrange(4), drawn.choice(kills), list[threading.Timer]()
-        with make_step(gang, OPTIMIZERS["adagrad"], copies=2, spares=3) as step:
+    drawn, pids = random.Random(seed), gang.run(own_pid)
+    first, at, timers = drawn.randrange(gang.size - 1), drawn.choice(kills), list[threading.Timer]()
+    with make_step(gang, OPTIMIZERS["adagrad"], copies=2, spares=gang.size - 2) as step:
 
-            def change(number: int) -> None:
-                if number == at:
-                    timers.append(threading.Timer(drawn.uniform(0, 0.25), os.kill, (pids[first], signal.SIGKILL)))
-                    timers[-1].start()
-                if number in (begins or {}):
-                    step.prepare_resize((begins or {})[number])
-                if number in sizes:
-                    with may_raise(BraidaxError, match="they stay on"):
-                        step.resize(sizes[number])
-                if number == 9:
-                    step.resize(3)
+        def change(number: int) -> None:
+            if number == at:
+                timers.append(threading.Timer(drawn.uniform(0, 0.25), os.kill, (pids[first], signal.SIGKILL)))
+                timers[-1].start()
+            if number in (begins or {}):
+                step.prepare_resize((begins or {})[number])
+            if number in sizes:
+                with may_raise(BraidaxError, match="they stay on"):
+                    step.resize(sizes[number])
+            if number == 9:
+                step.resize(3)
 
-            found = trained(step, change)
-            assert step._servers.num_servers == 3
-        for timer in timers:
-            timer.join()
+        found = trained(step, change)
+        assert step._servers.num_servers == 3
+    for timer in timers:
+        timer.join()
     return found
 
 
