@@ -85,10 +85,9 @@ BY_ROWS: dict[str, Callable[[], Optimizer]] = {
 
 QUICK = (
     "momentum, decay by ndim",
-    "frozen by a function",
     "clipped, mask tree",
     "growing rate",
-)  # of each kind one; the others are compiled and run nightly, a warmup below with hundreds of missed steps
+)  # of each kind one; the others are compiled and run nightly, a frozen one and a warmup below
 
 DENSE: dict[str, tuple[Callable[[], Optimizer], str]] = {
     "lamb": (lambda: optax.lamb(1e-2), "reduce_sum over all rows, of more than their gradients"),

@@ -1,5 +1,6 @@
 """Hybrid steps with what may be said of tables: aggregation inside hosts, own optimizers, wrong ids."""
 
+import functools
 from typing import Any
 
 import jax
@@ -67,11 +68,20 @@ def test_a_row_optimizer_of_ones_own() -> None:
     assert placed(step)["params/other"] == {"replicated"}
 
 
+@functools.cache
+def overridden() -> bx.Step:
+    """A step that two tests read and train by: it keeps no state."""
+    return make_step(pooled, OPTIMIZERS["adagrad"], strategies={"data": bx.DataParallel({"params/table": bx.Rows()})})
+
+
 def test_data_parallel_may_be_overridden_too() -> None:
-    step = make_step(pooled, OPTIMIZERS["adagrad"], strategies={"data": bx.DataParallel({"params/table": bx.Rows()})})
-    assert placed(step)["params/table"] == {"rows"}
-    assert placed(step)["params/other"] == {"replicated"}
-    assert_as_on_one_device(step, pooled, OPTIMIZERS["adagrad"], num_updates=2)
+    assert placed(overridden())["params/table"] == {"rows"}
+    assert placed(overridden())["params/other"] == {"replicated"}
+
+
+@pytest.mark.slow  # tables by rows are in test_hybrid.py
+def test_what_overrides_data_parallel_trains_as_on_one_device() -> None:
+    assert_as_on_one_device(overridden(), pooled, OPTIMIZERS["adagrad"], num_updates=2)
 
 
 # Ids out of range

@@ -103,7 +103,8 @@ def test_slices_of_parts_give_the_same(num_devices: int, hops: Any, request: pyt
     assert_as_on_one_device(step, keyed, optimizer=OPTIMIZER, num_updates=3)
 
 
-def test_memory_halves_with_twice_as_many_devices() -> None:
+@pytest.mark.parametrize("counts", [(2, 8), pytest.param((2, 4, 8), marks=SLOW)])
+def test_memory_halves_with_twice_as_many_devices(counts: tuple[int, ...]) -> None:
     """Of a vocabulary, which is most of the model."""
 
     def init(key: jax.Array) -> Any:
@@ -122,8 +123,8 @@ def test_memory_halves_with_twice_as_many_devices() -> None:
         assert memory is not None
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
-    found = {count: held(count, bx.RotatedTensorParallel()) for count in (2, 4, 8)}
-    assert 4 * found[4] < 1.1 * 2 * found[2]
-    assert 8 * found[8] < 1.1 * 2 * found[2]
+    found = {count: held(count, bx.RotatedTensorParallel()) for count in counts}
+    for count, size in found.items():
+        assert count * size < 1.1 * 2 * found[2]
     assert found[2] < held(2, bx.FullySharded())
     assert found[8] < 4 * 33_000 * 64 / 8 * 3.6  # of a part: itself, its gradient, and slices on their way

@@ -138,7 +138,7 @@ CASES = {
 }  # fmt: skip
 
 
-SLOW = ("embedding", "convolution", "attention")  # others of which are tested with whole models
+SLOW = ("embedding", "convolution", "attention", "experts")  # others of which are tested with whole models
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def test_it_trains_as_on_one_device(model: str, mesh: str, strategies: str) -> N
     assert_as_on_one_device(make_step(MODELS[model], STRATEGIES[strategies], mesh), MODELS[model], atol=2e-5)
 
 
+@pytest.mark.slow  # a table by rows beside parts of weights is in test_rotated.py
 def test_a_table_by_rows_and_by_columns() -> None:
     """Momentum, which compiles to half of what the Adam of other cases would."""
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2, momentum=0.9))

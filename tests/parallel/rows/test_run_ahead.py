@@ -64,8 +64,8 @@ SHARDED = {"data": bx.Hybrid(dense=bx.FullySharded(min_bytes=0))}
     [
         pytest.param("pooled", OPTIMIZERS["adamw"], "8 explicit", HYBRID, marks=SLOW),
         pytest.param("scanned", SCHEDULED, "8 auto", HYBRID, marks=SLOW),
-        ("scanned", SCHEDULED, "4x2 explicit", COPIED),
-        pytest.param("sampled", OPTIMIZERS["momentum"], "4x2 explicit", COPIED, marks=SLOW),
+        pytest.param("scanned", SCHEDULED, "4x2 explicit", COPIED, marks=SLOW),
+        ("sampled", OPTIMIZERS["momentum"], "4x2 explicit", COPIED),
         pytest.param("sampled", OPTIMIZERS["adagrad"], "4x2 auto", BOTH, marks=SLOW),
         pytest.param("pooled", SCHEDULED, "8 explicit", HYBRID, marks=SLOW),
         pytest.param("pooled", OPTIMIZERS["adam"], "8 explicit", SHARDED, marks=SLOW),

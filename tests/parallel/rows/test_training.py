@@ -25,6 +25,7 @@ CASES: dict[str, tuple[tuple[str, ...], Case]] = {
         tuple(OPTIMIZERS),
         Case("8 explicit", num_rows=(37, 5, 1, 8, 90, 41), id_shapes=((16, 3),) * 6, slack=0.3),
     ),
+    "overflow of three": (SOME, Case("8 explicit", num_rows=(37, 1, 90), id_shapes=((16, 3),) * 3, slack=0.3)),
     "another axis": (SOME, Case("4x2 explicit", ("data",), (37,) * 3, (2, 3), ((8, 2),) * 3)),
     "aggregated": (
         tuple(OPTIMIZERS),
@@ -37,7 +38,8 @@ CASES: dict[str, tuple[tuple[str, ...], Case]] = {
 }
 
 
-QUICK = ("overflow",)  # the other meshes are those of test_hybrid.py, in a whole step
+# The other meshes are those of test_hybrid.py, in a whole step; the other optimizers those of test_catch_up.py.
+QUICK = ("overflow of three",)
 
 
 @pytest.mark.parametrize(

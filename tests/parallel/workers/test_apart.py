@@ -37,7 +37,7 @@ def gang(gangs: dict[int, LocalGang]) -> LocalGang:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        name if name in ("scheduled", "clipped adagrad") else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "scheduled" else pytest.param(name, marks=pytest.mark.slow)  # test_summed.py clips, too
         for name in [*OPTIMIZERS, "clipped adagrad"]
     ],
 )

@@ -71,7 +71,7 @@ def test_what_crosses(gang: LocalGang) -> None:
     assert read == given == {"deep/weight": weight, "deep/kernel": kernel, "bias": bias}
 
 
-@pytest.mark.parametrize(("workers", "microbatches"), [(1, 1), (2, 1), (1, 3)])
+@pytest.mark.parametrize(("workers", "microbatches"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (1, 3)])
 def test_training_is_as_on_one_device(gang: LocalGang, workers: int, microbatches: int) -> None:
     data = batches(NUM_STEPS)
     losses, params = on_one_device("sgd", data, microbatches=workers * microbatches, fn=half, **EXACT)

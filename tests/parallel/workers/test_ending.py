@@ -45,7 +45,7 @@ def ended(wanted: Sequence[dict[int, int]], staleness: int | None, workers: int)
     return work
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_end_behind_the_same_update(gang: LocalGang, staleness: int) -> None:
     wanted = [{0: 3}, {1: 1}, {0: 2, 1: 2, 2: 2}, {0: 5, 2: 3}]
     found = team(gang, 3, ended(wanted, staleness, 3))
@@ -55,6 +55,7 @@ def test_all_end_behind_the_same_update(gang: LocalGang, staleness: int) -> None
         assert first + 2 <= taken <= first + 2 * staleness + 2
 
 
+@pytest.mark.slow  # above runs go on with three workers
 def test_an_end_is_over_where_a_run_goes_on(gang: LocalGang) -> None:
     assert team(gang, 2, ended([{0: 3}] * 3, 0, 2)) == [[5, 5, 5]] * 2
 

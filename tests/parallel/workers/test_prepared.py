@@ -64,7 +64,7 @@ def run(step: Any, data: list[Any], ahead: int, pulled: list[Any]) -> tuple[list
     ("workers", "optimizer", "fn", "each_ahead"),
     [
         (2, "adam", sampled, (3,)),
-        (1, "clipped", sampled, (1,)),
+        pytest.param(1, "clipped", sampled, (1,), marks=pytest.mark.slow),
         pytest.param(2, "adagrad", loss, (1, 3), marks=pytest.mark.slow),
         pytest.param(2, "adam", sampled, (1,), marks=pytest.mark.slow),
         pytest.param(1, "clipped", sampled, (3,), marks=pytest.mark.slow),
@@ -100,7 +100,10 @@ def test_others_move_rows_in_the_meantime(gang: LocalGang) -> None:
         assert_close(params, wanted, exactly=True)
 
 
-@pytest.mark.parametrize(("staleness", "optimizer"), [(1, "adagrad"), (None, "adam")])
+@pytest.mark.parametrize(
+    ("staleness", "optimizer"),
+    [pytest.param(1, "adagrad", marks=pytest.mark.slow), (None, "adam")],  # below bounded
+)
 def test_variables_lack_the_last_update(gangs: dict[int, LocalGang], staleness: int | None, optimizer: str) -> None:
     """Each batch is read before the one before it is trained: by all variables as they were two updates ago."""
 

@@ -63,27 +63,29 @@ def straight(params: Any, batch: Any) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("workers", "optimizer", "fn"),
+    ("workers", "optimizer", "fn", "copies"),
     [
-        pytest.param(1, "adam", loss, marks=pytest.mark.slow),  # below with copies
-        (2, "clipped adagrad", loss),
-        (2, "scheduled", dense_loss),
-        *(pytest.param(3, one, fn, marks=pytest.mark.slow) for one in ("sgd", "adam") for fn in (loss, dense_loss)),
+        (2, "clipped adagrad", loss, 2),
+        (2, "scheduled", dense_loss, 1),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in [
+                (1, "adam", loss, 1),
+                (2, "adam", loss, 2),
+                (2, "clipped adagrad", loss, 1),
+                *((3, name, fn, 1) for name in ("sgd", "adam") for fn in (loss, dense_loss)),
+            ]
+        ),
     ],
 )
-def test_training_is_as_on_one_device(gang: LocalGang, workers: int, optimizer: str, fn: Any) -> None:
+def test_training_is_as_on_one_device(gang: LocalGang, workers: int, optimizer: str, fn: Any, copies: int) -> None:
+    """Copies are made anew on other servers."""
     losses, params = on_one_device(optimizer, batches(NUM_STEPS), microbatches=workers, fn=fn)
-    found = team(gang, workers, resized(workers, optimizer, fn))
+    found = team(gang, workers, resized(workers, optimizer, fn, copies=copies))
     np.testing.assert_allclose(np.mean([one for one, *_ in found], axis=0), losses, rtol=1e-6)
     for _, moved, num_updates in found:
         assert_close(moved, params)
         assert num_updates == NUM_STEPS
-
-
-def test_copies_are_made_anew(gang: LocalGang) -> None:
-    losses, _ = on_one_device("adam", batches(NUM_STEPS), microbatches=2)
-    found = team(gang, 2, resized(2, "adam", loss, copies=2))
-    np.testing.assert_allclose(np.mean([one for one, *_ in found], axis=0), losses, rtol=1e-6)
 
 
 def test_no_push_of_asynchronous_workers_is_lost_or_taken_twice(gang: LocalGang) -> None:

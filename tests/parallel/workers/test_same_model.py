@@ -42,10 +42,21 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
+NIGHTLY = ("weight decay", "other first values", "copies")  # beside another optimizer, rate and staleness
+
+
+@pytest.mark.parametrize(
+    ("case", "workers"),
+    [
+        ("a larger table", 3),
+        *(pytest.param(case, 2, marks=pytest.mark.slow if case in NIGHTLY else ()) for case in [*OTHERS][1:]),
+        *(pytest.param(case, 3, marks=pytest.mark.slow) for case in [*OTHERS][1:]),
+    ],
+)
 def test_a_worker_with_another_model_is_named(
-    gangs: dict[int, LocalGang], monkeypatch: pytest.MonkeyPatch, case: str
+    gangs: dict[int, LocalGang], monkeypatch: pytest.MonkeyPatch, case: str, workers: int
 ) -> None:
+    """In all of them, also in a third one that has the model of the first."""
     monkeypatch.setitem(OPTIMIZERS, "quick", optax.adam(2e-2))
     others, message = OTHERS[case]
     errors: list[str] = []
@@ -55,8 +66,8 @@ def test_a_worker_with_another_model_is_named(
             make_step(seat, **(others if number == 1 else {}))
         errors.append(str(raised.value))
 
-    team(gangs[2], 3, work)
-    assert len(errors) == 3
+    team(gangs[2], workers, work)
+    assert len(errors) == workers
     assert len({*errors}) == 1
     assert all("expected all workers to give parallelize the same model" in one for one in errors)
 

@@ -13,6 +13,7 @@ from braidax.gang import LocalGang
 from tests.support.parallel.workers.teams import BATCH, assert_close, batches, make_step, own_part, team
 
 NUM_STEPS, SAVED = 8, 5
+SLOW = pytest.mark.slow
 
 
 def trained(step: Any, state: Any, number: int, data: list[Any], after: Any = lambda state: None) -> Any:
@@ -22,8 +23,13 @@ def trained(step: Any, state: Any, number: int, data: list[Any], after: Any = la
     return step.params()
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("adam", marks=pytest.mark.slow), "scheduled"])
-def test_other_servers_go_on_bit_by_bit(gangs: dict[int, LocalGang], tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "others"),
+    [("scheduled", (3,)), *(pytest.param(x, (3, 1), marks=SLOW) for x in ("scheduled", "adam"))],
+)
+def test_other_servers_go_on_bit_by_bit(
+    gangs: dict[int, LocalGang], tmp_path: Path, optimizer: str, others: tuple[int, ...]
+) -> None:
     """Saved from two servers by the first worker, restored to three, or to one."""
     data = batches(NUM_STEPS)
 
@@ -46,7 +52,7 @@ def test_other_servers_go_on_bit_by_bit(gangs: dict[int, LocalGang], tmp_path: P
             return trained(step, begun, number, data[SAVED:])
 
     expected = team(gangs[2], 2, first)
-    for servers in (3, 1):
+    for servers in others:
         for found in team(gangs[servers], 2, second):
             assert_close(found, expected[0], exactly=True)
 

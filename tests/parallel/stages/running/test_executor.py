@@ -73,14 +73,10 @@ def test_all_schedules_that_flush_equal_one_device(layout: str, devices: int, co
     assert len(others) == {"1F1B": 2, "Interleaved1F1B": 0, "ZB-V": 3}[layout]
 
 
+@pytest.mark.slow  # test_pipelined_step.py has layers in a loop, and weights that two stages read are above
 @pytest.mark.parametrize(
     "schedule",
-    [
-        one_forward_one_backward(2, 4),
-        pytest.param(zero_bubble_h1(4, 4), marks=pytest.mark.slow),
-        pytest.param(zero_bubble_v(2, 4), marks=pytest.mark.slow),
-        pytest.param(interleaved(2, 4), marks=pytest.mark.slow),
-    ],
+    [one_forward_one_backward(2, 4), zero_bubble_h1(4, 4), zero_bubble_v(2, 4), interleaved(2, 4)],
     ids=lambda one: f"{one.name} {one.num_devices}",
 )
 def test_layers_in_a_loop_with_tied_embeddings(schedule: Schedule) -> None:

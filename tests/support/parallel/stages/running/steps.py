@@ -50,8 +50,8 @@ def _pairs(leaves: Any, keys: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def _alone(case: Case, optimizer: Any) -> Any:
-    """A step on one device."""
+def alone(case: Case, optimizer: Any) -> Any:
+    """Returns a step on one device."""
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     return bx.parallelize(
         case.loss, optimizer, mesh, {"data": bx.DataParallel()}, init=init_of(case), batch=specs(case.batch),
@@ -61,7 +61,7 @@ def _alone(case: Case, optimizer: Any) -> Any:
 
 def same_updates(case: Case, step: Any, *, optimizer: Any = CLIPPED, count: int = 2) -> Any:
     """Checks some updates against a step on one device. **Returns:** the last state."""
-    other = _alone(case, optimizer)
+    other = alone(case, optimizer)
     state, expected = step.init(jax.random.key(3)), other.init(jax.random.key(3))
     for _ in range(count):
         state, metrics = step.update(state, case.batch)
