@@ -88,7 +88,9 @@ def assert_near(found: Any, wanted: Any) -> None:
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5), found, wanted)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(one, marks=pytest.mark.slow) if one == "whole" else one for one in STRATEGIES]
+)
 def test_the_average_is_that_of_one_device(strategy: str, expected: tuple[Any, Any]) -> None:
     step = made(strategy)
     state = updated(step)

@@ -1,5 +1,6 @@
 """Placements by what they cost: the formulas as numbers, and what is chosen by them."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -333,11 +334,22 @@ def test_a_mixture_trains_as_on_one_device() -> None:
     assert_as_on_one_device(step, MODELS["gpt"], optimizer=OPTIMIZER, num_updates=2)
 
 
-def test_few_samples_are_brought_to_weights_that_stay_split() -> None:
-    """Samples cross five times under a remat, weights three times: fewer bytes below 24/5 of the width in all."""
+@functools.cache
+def of_few_samples() -> bx.Step:
+    """A step that two tests read and train by: it keeps no state."""
     machine = bx.Machine(NOTHING_HIDDEN, {"data": bx.Link(RATE)})
     strategy = bx.RotatedTensorParallel(min_bytes=0, machine=machine, memory_bytes=100_000)
-    step = make_step(MODELS["gpt"], {"data": strategy}, "8 auto", optimizer=OPTIMIZER)
+    return make_step(MODELS["gpt"], {"data": strategy}, "8 auto", optimizer=OPTIMIZER)
+
+
+@pytest.mark.slow  # dense/test_rotated.py has weights that stay
+def test_with_few_samples_it_trains_as_on_one_device() -> None:
+    assert_as_on_one_device(of_few_samples(), MODELS["gpt"], optimizer=OPTIMIZER, num_updates=2)
+
+
+def test_few_samples_are_brought_to_weights_that_stay_split() -> None:
+    """Samples cross five times under a remat, weights three times: fewer bytes below 24/5 of the width in all."""
+    step = of_few_samples()
     found = {one.path.removeprefix("params/layers/"): one for one in step.plan.variables}
     assert [str(found[name].placements[0]) for name in ("up", "down", "bias")] == [
         "split, dim 2", "split, dim 1", "split, dim 1"
@@ -351,7 +363,6 @@ def test_few_samples_are_brought_to_weights_that_stay_split() -> None:
     sent = collectives_of(step.lower().gradients.compile().as_text() or "")
     brought = [one for one in sent if one.times == 3 and one.sent_bytes == activations * OTHERS]
     assert sorted(one.kind for one in brought) == ["all-gather"] * 3 + ["reduce-scatter"] * 2
-    assert_as_on_one_device(step, MODELS["gpt"], optimizer=OPTIMIZER, num_updates=2)
 
 
 def test_a_decorated_step_counts_what_its_state_keeps() -> None:

@@ -39,7 +39,12 @@ def train_step(state: Any, batch: Any) -> Any:
 
 
 def begin() -> Any:
-    keys = jax.random.split(jax.random.key(0), 3)
+    return _begun(jax.random.key(0))
+
+
+@jax.jit
+def _begun(key: jax.Array) -> Any:
+    keys = jax.random.split(key, 3)
     layers = jax.random.normal(keys[1], (3, WIDTH, WIDTH)) / 4
     params = {
         "table": jax.random.normal(keys[0], (ROWS, WIDTH)),
@@ -82,7 +87,7 @@ def test_it_computes_what_one_device_computes_and_makes_nothing_whole(strategies
     state, _ = step(begin(), samples(0))
     whole, wrapped = copied(state), step.wrap(predict)
     found = wrapped(state, samples(3, 32))
-    expected = predict(whole, samples(3, 32))
+    expected = jax.jit(predict)(whole, samples(3, 32))
     for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=2e-5)
     axes = ("data", "model") if strategies["data"] is SHARDED else ("data",)

@@ -85,9 +85,7 @@ BY_ROWS: dict[str, Callable[[], Optimizer]] = {
 
 QUICK = (
     "momentum, decay by ndim",
-    "clipped, mask tree",
-    "growing rate",
-)  # of each kind one; the others are compiled and run nightly, a frozen one and a warmup below
+)  # the others are compiled and run nightly: below one is frozen, one warms up, and test_hybrid_clipping.py clips
 
 DENSE: dict[str, tuple[Callable[[], Optimizer], str]] = {
     "lamb": (lambda: optax.lamb(1e-2), "reduce_sum over all rows, of more than their gradients"),

@@ -192,6 +192,7 @@ def _splits(drawn: Drawn, axis: str) -> bool:
     return axis in drawn.strategies and drawn.strategies[axis].splits_batch
 
 
+@pytest.mark.slow  # the other files have each strategy by day, by hand
 @QUICKLY
 @hypothesis.given(drawn_steps())
 def test_it_trains_as_on_one_device(drawn: Drawn) -> None:

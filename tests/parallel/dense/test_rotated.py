@@ -37,7 +37,7 @@ def hops_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     ("model", "mesh", "strategies"),
     [
         pytest.param("gpt", "8 explicit", "one axis", marks=SLOW),  # below whole, by heads and decorated
-        ("gpt", "4x2 auto", "sharded on"),
+        pytest.param("gpt", "4x2 auto", "sharded on", marks=SLOW),  # test_choosing.py has a mixture of both
         pytest.param("gpt", "4x2 explicit", "replicas", marks=SLOW),
         pytest.param("gpt", "4x2 auto", "beside tensor", marks=SLOW),
         pytest.param("gpt, fused", "8 auto", "one axis", marks=SLOW),

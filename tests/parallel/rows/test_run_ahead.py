@@ -65,7 +65,8 @@ SHARDED = {"data": bx.Hybrid(dense=bx.FullySharded(min_bytes=0))}
         pytest.param("pooled", OPTIMIZERS["adamw"], "8 explicit", HYBRID, marks=SLOW),
         pytest.param("scanned", SCHEDULED, "8 auto", HYBRID, marks=SLOW),
         pytest.param("scanned", SCHEDULED, "4x2 explicit", COPIED, marks=SLOW),
-        ("sampled", OPTIMIZERS["momentum"], "4x2 explicit", COPIED),
+        ("scanned", OPTIMIZERS["momentum"], "4x2 explicit", COPIED),
+        pytest.param("sampled", OPTIMIZERS["momentum"], "4x2 explicit", COPIED, marks=SLOW),
         pytest.param("sampled", OPTIMIZERS["adagrad"], "4x2 auto", BOTH, marks=SLOW),
         pytest.param("pooled", SCHEDULED, "8 explicit", HYBRID, marks=SLOW),
         pytest.param("pooled", OPTIMIZERS["adam"], "8 explicit", SHARDED, marks=SLOW),
@@ -90,7 +91,7 @@ def _small(optimizer: Any, strategy: Any, **options: Any) -> bx.Step:
     ("hybrid", "options", "most_rounds"),
     [
         (BY_HAND, {"microbatches": 2}, 1),
-        (replace(BY_HAND, row_optimizers={"*": row_optimizer(optax.adam(3e-2))}), {}, 1),
+        pytest.param(replace(BY_HAND, row_optimizers={"*": row_optimizer(optax.adam(3e-2))}), {}, 1, marks=SLOW),
         (replace(BY_HAND, touched={"params/words": FEW}), {"metrics": ["grad_norm"]}, 2),
     ],
     ids=["microbatches", "row optimizers", "several rounds"],

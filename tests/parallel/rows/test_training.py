@@ -55,6 +55,7 @@ def test_updates_equal_one_device(name: str) -> None:
     assert (max(num_rounds) > 1) == ("overflow" in name)
 
 
+@pytest.mark.slow  # test_hybrid_optimizers.py compares states, too
 def test_states_equal_one_device_when_settled() -> None:
     case = Case()
     _, (dense,) = on_one_device(case, [optax.adam(0.1)], num_steps=5)

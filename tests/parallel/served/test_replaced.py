@@ -164,6 +164,7 @@ def test_what_keeps_a_gang_from_it_is_told_and_training_goes_on(
     gang.replace()
 
 
+@pytest.mark.slow  # above it is told why nobody starts others, too
 def test_nobody_starts_others_where_the_meeting_is_left(gang: LocalGang, caplog: pytest.LogCaptureFixture) -> None:
     pids = gang.run(own_pid)
     with bx.open_meeting(gang, workers=1) as meeting:

@@ -21,7 +21,7 @@ from tests.support.parallel.served.models import ROWS, WIDTH, zipf_batches
 from tests.support.parallel.served.resizing import CASES, OPTIMIZERS, make_step, trained, trained_while_one_is_killed
 
 SLOW = pytest.mark.slow
-FAST = ("adagrad", "momentum")
+FAST = ("adagrad",)  # below rows of Adam lag behind
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def test_every_loss_on_every_mesh(gang: LocalGang, loss: str, mesh: str, optimiz
         assert_as_on_one_device(step, LOSSES[loss], OPTIMIZERS[optimizer], num_updates=4)
 
 
-@SLOW  # test_growing.py has one, and three
+@SLOW  # test_growing.py has one, test_growing_moments.py three
 @pytest.mark.parametrize("num_servers", [1, 3])
 def test_any_number_of_servers(gangs: dict[int, LocalGang], num_servers: int) -> None:
     with make_step(pooled, OPTIMIZERS["adagrad"], gangs[num_servers]) as step:
@@ -117,6 +117,7 @@ def test_sums_over_rows_are_those_of_all_servers(gang: LocalGang) -> None:
             np.testing.assert_allclose(told["grad_norm"], expected["grad_norm"], rtol=1e-5)
 
 
+@SLOW  # workers/test_together.py has them
 def test_microbatches(gang: LocalGang) -> None:
     with make_step(LOSSES["sampled"], OPTIMIZERS["adagrad"], gang, microbatches=2) as step:
         state = step.init(jax.random.key(3))
@@ -130,6 +131,7 @@ def test_microbatches(gang: LocalGang) -> None:
         assert_close(copied(step.to_dense(state).params), copied(other.params), atol=1e-5)
 
 
+@SLOW  # test_growing_moments.py sets one
 def test_a_learning_rate_that_is_set_counts_from_there(gang: LocalGang) -> None:
     """Rows that no batch has read since lag behind: they take the missed steps by the old one."""
     optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=3e-2, weight_decay=0.1)
@@ -153,6 +155,7 @@ def test_a_learning_rate_that_is_set_counts_from_there(gang: LocalGang) -> None:
         assert_close(copied(step.to_dense(state).params), copied(other.params), atol=1e-5)
 
 
+@SLOW  # test_resizing_ahead.py puts a dense state back
 def test_training_goes_on_from_a_dense_state(gangs: dict[int, LocalGang]) -> None:
     """What is kept of rows comes back, too, to other servers of another number."""
     optimizer, batches = OPTIMIZERS["adam"], [make_batch(seed) for seed in range(6)]

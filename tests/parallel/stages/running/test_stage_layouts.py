@@ -152,7 +152,7 @@ def test_two_axes_divide_what_a_stage_has() -> None:
         ("params/layers/b", "stages 0, 1", "gathered, dim 1", "gathered, dim 1"),
         ("params/layers/w", "stages 0, 1", "gathered, dim 2", "gathered, dim 1"),
     }
-    state = same_updates(case, step, optimizer=BY_ROWS)
+    state = step.init(jax.random.key(3))
     held = shard_bytes((state.params, state.opt_state[1][0].mu, state.opt_state[1][0].nu))
     of_stages = [3 * 4 * (3 * (16 + 4)), 3 * 4 * (16 + 4 + 16)]  # layers and head, 4 wide, with both moments
     assert held == {device: of_stages[at // 4] // 4 for at, device in enumerate(jax.devices()[:8])}
