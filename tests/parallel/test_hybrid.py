@@ -1,5 +1,6 @@
 """Hybrid steps: tables are exchanged by rows, and every number is that of single-device training."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -321,20 +322,30 @@ def test_evaluation_may_use_a_table_whole() -> None:
     np.testing.assert_allclose(step.evaluate(state, make_batch())["loss"], (whole**2).mean(), rtol=1e-5)
 
 
+class Bag(linen.Module):
+    @linen.compact
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return linen.Dense(1)(linen.Embed(ROWS, WIDTH)(ids).mean(1))[:, 0]
+
+
+def of_a_module(params: Any, batch: Any, key: jax.Array) -> Any:
+    return ((Bag().apply(params, batch["ids"]) - batch["target"]) ** 2).mean(), {}
+
+
+@functools.cache
+def module_step() -> bx.Step:
+    """A step that two tests read and train by: it keeps no state."""
+    ids = jnp.zeros((BATCH, LENGTH), jnp.int32)
+    return make_step(of_a_module, OPTIMIZERS["adagrad"], init=lambda key: Bag().init(key, ids))
+
+
 def test_a_module_of_flax() -> None:
-    class Bag(linen.Module):
-        @linen.compact
-        def __call__(self, ids: jax.Array) -> jax.Array:
-            return linen.Dense(1)(linen.Embed(ROWS, WIDTH)(ids).mean(1))[:, 0]
+    assert placed(module_step())["params/params/Embed_0/embedding"] == {"rows"}
 
-    def loss(params: Any, batch: Any, key: jax.Array) -> Any:
-        return ((Bag().apply(params, batch["ids"]) - batch["target"]) ** 2).mean(), {}
 
-    step = make_step(
-        loss, OPTIMIZERS["adagrad"], init=lambda key: Bag().init(key, jnp.zeros((BATCH, LENGTH), jnp.int32))
-    )
-    assert placed(step)["params/params/Embed_0/embedding"] == {"rows"}
-    assert_as_on_one_device(step, loss, OPTIMIZERS["adagrad"], num_updates=3)
+@SLOW  # test_step.py trains modules of Flax
+def test_a_module_of_flax_trains_as_on_one_device() -> None:
+    assert_as_on_one_device(module_step(), of_a_module, OPTIMIZERS["adagrad"], num_updates=3)
 
 
 def test_where_nothing_is_read_by_rows_its_programs_are_those_of_data_parallelism() -> None:

@@ -47,7 +47,7 @@ def whole(passes: Passes, taken: Any, incoming: Any, kept: Any, outgoing: Any) -
         pytest.param("gpt", 0, False, marks=pytest.mark.slow),
         ("gpt", 1, False),
         pytest.param("gpt", 1, True, marks=pytest.mark.slow),
-        ("gpt", 2, False),
+        pytest.param("gpt", 2, False, marks=pytest.mark.slow),
         ("residual", 1, False),
     ],
 )

@@ -269,6 +269,7 @@ def test_the_plan_tells_the_staleness_and_is_followed(tmp_path: Path) -> None:
     assert len(step.plan.timeline(tmp_path / "page.html").splitlines()) == 9
 
 
+@pytest.mark.slow  # test_checkpoints.py has states of schedules that flush, in other stages and in none
 def test_a_state_is_saved_and_goes_on_in_the_same_stages_in_others_and_in_none(tmp_path: Path) -> None:
     case = looped()
     step = make(case, "PipeDream", optimizer=optax.adam(1e-2))

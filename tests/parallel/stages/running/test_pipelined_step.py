@@ -103,6 +103,7 @@ def test_it_is_made_and_run_under_the_mesh_that_is_set() -> None:
     )
 
 
+@pytest.mark.slow  # test_checkpoints.py has it in other cuts, too
 def test_a_checkpoint_is_restored_and_trained_on_bit_for_bit(tmp_path: Path) -> None:
     case = looped()
     step = make(case, PIPE, optimizer=optax.adam(1e-2))

@@ -150,7 +150,7 @@ def test_a_batch_is_evaluated_whose_samples_replicas_divide_or_not(count: int) -
     case = looped()
     step = make(case, pipe((1, 2)), (3,), optimizer=ADAM)
     state, batch = step.init(jax.random.key(3)), jax.tree.map(lambda leaf: leaf[:count], case.batch)
-    wanted, _ = case.loss(step.whole_params(state), batch, jax.random.key(0), {})
+    wanted, _ = jax.jit(case.loss)(step.whole_params(state), batch, jax.random.key(0), {})
     np.testing.assert_allclose(step.evaluate(state, batch)["loss"], wanted, rtol=1e-6)
 
 
@@ -205,6 +205,7 @@ def test_without_a_flush_they_train_as_with_one_device_a_stage(schedule: str) ->
         jax.tree.map(lambda one, two: np.testing.assert_allclose(one, two, rtol=0, atol=1e-5), trained[0], other)
 
 
+@pytest.mark.slow  # test_checkpoints.py has other cuts, and none
 def test_a_checkpoint_goes_into_another_cut_and_back_bit_for_bit(tmp_path: Path) -> None:
     case = looped(4)
     two = make(case, pipe((2, 1)), (3,), optimizer=ADAM)
