@@ -85,6 +85,29 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(SuiteTime(is_judged=IN_CI and config.option.markexpr == QUICK), "suite-time")
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Looks for no garbage while modules and tests are made, none of which is any."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
+    """Leaves out the slow cases of a test where they do not run: there are more of them than of all tests that do, and
+    each process would make tests of them only to deselect those. One stays where a test has no others."""
+    yield
+    if metafunc.config.option.markexpr == QUICK:
+        is_slow = metafunc.definition.get_closest_marker("slow") is not None
+        quick = (
+            [] if is_slow else [case for case in metafunc._calls if "slow" not in {mark.name for mark in case.marks}]
+        )
+        metafunc._calls = quick or metafunc._calls[:1]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Orders files, where several processes share them."""

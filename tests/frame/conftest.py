@@ -1,13 +1,47 @@
 """Tables of each shape, and ranks to ask for them, made once for all tests of frames."""
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from braidax.frame.operators import small_sides
 from braidax.frame.operators.reading import scanning
+from braidax.gang import LocalGang
 from tests.support.frame.tables import SHAPES, Tables
 from tests.support.frame.worlds import Worlds
+
+_STACK = contextlib.ExitStack()
+
+
+@functools.cache
+def _gang() -> LocalGang:
+    return _STACK.enter_context(LocalGang(3))
+
+
+@pytest.fixture(scope="module")
+def started() -> LocalGang:
+    """Three ranks in processes, which tests of several files share: each imports Polars, which takes a second."""
+    return _gang()
+
+
+@pytest.fixture
+def gang(started: LocalGang) -> LocalGang:
+    """The same: all ranks live and keep nothing, whatever another test did to them."""
+    started.replace()
+    for name in started.names():
+        started.delete(name)
+    return started
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends them when tests elsewhere follow, some of which look for threads that are left."""
+    if nextitem is None or not nextitem.path.is_relative_to(Path(__file__).parent):
+        _STACK.close()
+        _gang.cache_clear()
 
 
 @pytest.fixture

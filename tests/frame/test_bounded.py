@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +82,6 @@ def test_a_table_of_eight_times_the_limit(query: Callable[..., pl.LazyFrame], tm
 def table(tmp_path_factory: pytest.TempPathFactory) -> pl.LazyFrame:
     """A table that does not fit into the least memory."""
     return build(tmp_path_factory.mktemp("table") / "table.parquet", 100_000)
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[LocalGang]:
-    with LocalGang(2) as gang:
-        yield gang
-
-
-@pytest.fixture
-def gang(shared: LocalGang) -> LocalGang:
-    """A gang whose ranks live, whatever another test did to them."""
-    shared.replace()
-    return shared
 
 
 def test_a_rank_that_is_killed_leaves_no_files(table: pl.LazyFrame, gang: LocalGang, tmp_path: Path) -> None:

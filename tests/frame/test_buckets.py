@@ -19,7 +19,7 @@ from tests.support.frame.running import Asked
 from tests.support.frame.tables import SHAPES, Tables
 from tests.support.frame.worlds import Worlds
 
-STRIDE = 16
+STRIDE = 32
 SHAPE_NAMES = list(SHAPES)
 ASKED = [
     (query, SHAPE_NAMES[number % len(SHAPES)], (1, 2, 3)[number % 3])

@@ -10,7 +10,7 @@ from tests.support.frame.queries.query import Query
 from tests.support.frame.running import alone
 from tests.support.frame.tables import SHAPES, Tables
 
-STRIDE = 9  # by default one query of nine, as Polars alone computes them; `slow` asks the others
+STRIDE = 18  # by default one query of eighteen, as Polars alone computes them; `slow` asks the others
 # Where Polars' engines are not of one mind, on tables with next to no rows.
 DISAGREEMENTS = {"rle", "correlations", "entropy", "group_by: corr", "group_by in order: corr"}
 

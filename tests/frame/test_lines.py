@@ -3,7 +3,6 @@
 import json
 import random
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -355,12 +354,6 @@ def bytes_read(comm: Communicator) -> int:
     """Returns how many bytes this process has read."""
     del comm
     return int(Path("/proc/self/io").read_text().split()[1])
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[LocalGang]:
-    with LocalGang(3) as gang:
-        yield gang
 
 
 @pytest.mark.parametrize("suffix", ["csv", "ndjson"])

@@ -11,8 +11,8 @@ from tests.support.frame.tables import SHAPES, Tables
 from tests.support.frame.worlds import Worlds
 
 OTHERS = [name for name in SHAPES if name != "usual"]
-# By default one query of eighteen on the usual tables, and one on others; `slow` asks all of them of all tables.
-STRIDE = 18
+# By default one query of thirty on the usual tables, and one on others; `slow` asks all of them of all tables.
+STRIDE = 30
 USUAL = CATALOGUE[::STRIDE]
 OTHER = [(query, OTHERS[number % len(OTHERS)], (2, 4)[number % 2]) for number, query in enumerate(CATALOGUE[3::STRIDE])]
 

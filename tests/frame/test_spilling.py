@@ -162,7 +162,7 @@ def profiles(size: int, lazy: pl.LazyFrame) -> list[tuple[pl.DataFrame, Node, Me
     return found
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_what_each_operation_spilled_is_measured(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte on disk counts once, and for the operation that has it wait; so do rows, and seconds."""
     written = spilled(monkeypatch)
@@ -203,10 +203,8 @@ def test_what_is_read_twice_waits_for_the_operation_that_gave_it(monkeypatch: py
     assert 10_000 < kept.works[0].spilled_bytes <= sum(each.num_bytes for each in written)
 
 
-def test_a_frame_of_bounded_memory_has_a_profile() -> None:
+def test_a_frame_of_bounded_memory_has_a_profile(gang: LocalGang) -> None:
     left, _ = tables()
-    with LocalGang(2) as gang:
-        frame = bf.from_polars(left, gang, memory=MEMORY).sort("v")
-        table, profile = frame.profile()
+    table, profile = bf.from_polars(left, gang, memory=MEMORY).sort("v").profile()
     assert_frame_equal(table, left.sort("v").collect())
     assert profile.operations[0].num_rows == ROWS

@@ -251,6 +251,7 @@ def test_kills_of_workers_at_random_moments(staying_gang: DaskGang, seed: int) -
     staying.kill_at_random_moments(staying_gang, seed)
 
 
+@pytest.mark.slow  # tables on local gangs are served in tests/parallel/served
 def test_tables_are_served(staying_gang: DaskGang) -> None:
     check_tables_are_served(staying_gang)
 

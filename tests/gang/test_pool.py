@@ -26,6 +26,7 @@ print("ended with", w[0])
 """
 
 
+@pytest.mark.slow  # how many threads it is launched with is computed below
 def test_steps_that_run_ahead_end(tmp_path: Path) -> None:
     script = tmp_path / "steps.py"
     script.write_text(STEPS)

@@ -42,7 +42,7 @@ def oversized(source: Path) -> list[str]:
         num_lines = len(module.text.splitlines())
         if num_lines > MAX_FILE_LINES and module.path not in EXCEPTIONS:
             found.append(f"{module.path} has {num_lines} lines")
-        for node in ast.walk(module.syntax):
+        for node in module.nodes:
             if isinstance(node, Function):
                 num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if num_lines > MAX_FUNCTION_LINES and f"{module.path} {node.name}" not in EXCEPTIONS:

@@ -5,17 +5,22 @@ Each page runs in a process of its own, on a machine that has one device: a page
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.laws.pages import Pages, blocks, fresh_processes, run
 from tests.support.tree import ROOT
 
+# They start gang after gang: by day tests/parallel/served and tests/cli/test_launch.py start the like.
+OF_GANGS = ("docs/many_machines.md", "docs/servers.md")
 
-def documents() -> list[str]:
+
+def documents() -> list[Any]:
     """Returns the paths of all documents that have examples, relative to the repository."""
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [path.relative_to(ROOT).as_posix() for path in paths if blocks(path.read_text())]
+    names = [path.relative_to(ROOT).as_posix() for path in paths if blocks(path.read_text())]
+    return [pytest.param(name, marks=pytest.mark.slow if name in OF_GANGS else ()) for name in names]
 
 
 @pytest.fixture(scope="module")

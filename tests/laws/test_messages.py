@@ -25,7 +25,7 @@ def unknown_parameters(source: Path) -> list[str]:
     return [
         f"{module.path}:{call.lineno} names {name}="
         for module in tree
-        for call in ast.walk(module.syntax)
+        for call in module.nodes
         if isinstance(call, ast.Call) and last_name(call.func) in errors
         for name in NAMED.findall(_message(call))
         if name not in taken
@@ -33,7 +33,7 @@ def unknown_parameters(source: Path) -> list[str]:
 
 
 def _parameters(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.syntax):
+    for node in module.nodes:
         if isinstance(node, ast.arg):
             yield node.arg
         elif isinstance(node, ast.ClassDef):

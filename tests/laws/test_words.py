@@ -77,7 +77,7 @@ def docstrings(source: Path) -> list[tuple[str, int, str]]:
     """Returns path, line and text of each docstring of modules, classes and functions."""
     found: list[tuple[str, int, str]] = []
     for module in modules(source):
-        for node in ast.walk(module.syntax):
+        for node in module.nodes:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
                 first = node.body[0]
                 if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):

@@ -80,12 +80,24 @@ SAME_PROCESS = {
     "tests/checkpoint/test_several_places.py": "tests/checkpoint/test_several",
     "tests/checkpoint/test_several_processes.py": "tests/checkpoint/test_several",
     **{
+        f"tests/frame/{name}.py": "tests/frame"
+        for name in (
+            "losing/test_replays",
+            "sight/test_bar",
+            "sight/test_profile",
+            "sight/test_telling",
+            "test_bounded",
+            "test_lines",
+            "test_spilling",
+        )
+    },
+    **{
         f"tests/laws/test_{name}.py": "tests/laws"
         for name in ("annotations", "budgets", "floors", "messages", "side_effects", "site", "words")
     },
 }
-"""Files that one process runs, by the name of what they share: processes of one `jax.distributed`, and all our modules,
-parsed. In several processes each would make them for itself."""
+"""Files that one process runs, by the name of what they share: processes of one `jax.distributed`, ranks of frames, and
+all our modules, parsed. In several processes each would make them for itself."""
 
 
 def scope_of(path: str) -> str:

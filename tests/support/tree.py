@@ -5,6 +5,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +24,21 @@ class Module:
     @property
     def is_package(self) -> bool:
         return self.path.endswith("__init__.py")
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes, which several laws look at: to find them takes longer than to look."""
+        return tuple(ast.walk(self.syntax))
+
+    @cached_property
+    def typing_only(self) -> frozenset[ast.AST]:
+        """The nodes that are there for type checkers alone."""
+        return frozenset(
+            inner
+            for node in self.nodes
+            if isinstance(node, ast.If) and any(last_name(part) == "TYPE_CHECKING" for part in ast.walk(node.test))
+            for inner in ast.walk(node)
+        )
 
 
 @dataclass(frozen=True)
@@ -57,15 +73,9 @@ def imports(module: Module, known: set[str]) -> list[Import]:
 
     `from package import name` counts as an import of `package.name` where that is one of the modules `known`.
     """
-    typing_only = {
-        id(inner)
-        for node in ast.walk(module.syntax)
-        if isinstance(node, ast.If) and any(last_name(part) == "TYPE_CHECKING" for part in ast.walk(node.test))
-        for inner in ast.walk(node)
-    }
     found: list[Import] = []
-    for node in ast.walk(module.syntax):
-        way = "types" if id(node) in typing_only else "import"
+    for node in module.nodes:
+        way = "types" if node in module.typing_only else "import"
         if isinstance(node, ast.Import):
             found += [Import(alias.name, node.lineno, way) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -187,8 +187,8 @@ def open_files() -> int:
 @pytest.mark.parametrize(
     ("transport", "seeds"),
     [
-        ("tcp", range(3)),
-        pytest.param("tcp", range(3, 5), marks=pytest.mark.slow),
+        ("tcp", range(2)),
+        pytest.param("tcp", range(2, 5), marks=pytest.mark.slow),
         *(pytest.param("tcp", range(at, at + 20), marks=pytest.mark.slow) for at in (100, 120, 140, 160)),
         *(pytest.param("ucx", range(at, at + 15), marks=pytest.mark.slow) for at in (200, 215)),
     ],

@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,20 +22,6 @@ from tests.support.gang.clusters import until
 
 ROWS, SIZE = 3000, 3
 LAST = ROWS - 1.0
-
-
-@pytest.fixture(scope="module")
-def started() -> Iterator[LocalGang]:
-    with LocalGang(SIZE) as gang:
-        yield gang
-
-
-@pytest.fixture
-def gang(started: LocalGang) -> LocalGang:
-    started.replace()
-    for name in started.names():
-        started.delete(name)
-    return started
 
 
 @pytest.fixture

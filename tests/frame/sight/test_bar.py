@@ -106,6 +106,7 @@ def test_bars_go_when_the_plan_fails(tmp_path: Path) -> None:
     assert "CallFailed" in terminal.text.partition("the end")[2]
 
 
+@pytest.mark.slow  # Ctrl-C in a plan by day in tests/cli/test_frame.py
 def test_bars_go_with_ctrl_c(tmp_path: Path) -> None:
     with on_terminal(program(tmp_path, show="bar"), tmp_path) as terminal:
         terminal.until(r" runs on 2 of 2")
@@ -117,20 +118,19 @@ def test_bars_go_with_ctrl_c(tmp_path: Path) -> None:
     wait_until_gone([int(pid) for pid in re.findall(r"pid (\d+)", told + terminal.text)], seconds=10)
 
 
-def test_by_default_nothing_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_nothing_is_drawn_on_a_terminal(gang: LocalGang, monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(*arguments: object) -> None:
         raise AssertionError("drawn")
 
     monkeypatch.setattr(bar, "_Bars", draw)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     table = pl.DataFrame({"a": [3, 1, 2]})
-    with LocalGang(2) as gang:
-        frame = bf.from_polars(table, gang).sort("a")
-        assert frame.collect().equals(frame.persist().collect())
-        assert bf.profile(frame.lazy_frame, gang)[0].equals(table.sort("a"))
-        for call in (frame.collect, frame.persist, frame.profile):
-            with pytest.raises(AssertionError, match="drawn"):
-                call(show="bar")
+    frame = bf.from_polars(table, gang).sort("a")
+    assert frame.collect().equals(frame.persist().collect())
+    assert bf.profile(frame.lazy_frame, gang)[0].equals(table.sort("a"))
+    for call in (frame.collect, frame.persist, frame.profile):
+        with pytest.raises(AssertionError, match="drawn"):
+            call(show="bar")
 
 
 def test_without_a_terminal_nothing_is_drawn_nor_told(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What a plan did on each rank: rows, bytes and seconds, and what one rank computed for all."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -28,12 +28,6 @@ ROWS = 6000
 SIZE = 3
 SLEPT_SECONDS = 0.2
 TOLD = ("Select", "HStack", "Filter", "MapFunction", "Pivot")
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[LocalGang]:
-    with LocalGang(SIZE) as gang:
-        yield gang
 
 
 def table() -> pl.DataFrame:

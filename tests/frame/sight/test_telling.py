@@ -5,7 +5,7 @@ import hmac
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +156,6 @@ def check_is_told(gang: Gang, monkeypatch: pytest.MonkeyPatch, folder: Path) -> 
     assert sorted(found) == list(range(gang.size))
     assert all(any(state.is_running for state in news.states) for news in found.values())
     assert gang.run(threads) == [[]] * gang.size
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[LocalGang]:
-    with LocalGang(2) as gang:
-        yield gang
 
 
 def test_a_watcher_that_is_gone_or_stalls_changes_nothing(

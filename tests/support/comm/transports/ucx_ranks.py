@@ -1,4 +1,8 @@
-"""Ranks of UCX, each in a process of its own that a test tells what to do."""
+"""Ranks of UCX, each in a process of its own that a test tells what to do.
+
+It is a fork of a process that has imported what they need, which takes longer than most of what they do, and that has
+started nothing of UCX.
+"""
 
 import multiprocessing
 import os
@@ -7,8 +11,9 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, final
 
 from braidax.comm.transports.transport import Operation
 from braidax.comm.transports.ucx import UcxTransport
@@ -16,6 +21,21 @@ from braidax.connections.world import World
 
 LIMIT_SECONDS = 60
 WAYS = {"default": {}, "tcp": {"UCX_TLS": "tcp"}, "copies": {"UCX_TLS": "posix"}}
+
+
+@final
+class Output:
+    """The standard streams of this process, as another one gets them: what ranks say is the test's to read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _take_over, (reduction.DupFd(1), reduction.DupFd(2))
+
+
+def _take_over(*streams: Any) -> None:
+    for number, stream in enumerate(streams, 1):
+        descriptor = stream.detach()
+        os.dup2(descriptor, number)
+        os.close(descriptor)
 
 
 class Rank:
@@ -51,11 +71,13 @@ class Ranks:
     """Processes, one a function; killed when the test ends."""
 
     def __init__(self, *functions: Callable[[Rank], object], environment: dict[str, str] | None = None) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([function.__module__ for function in functions])
         self.pipes, self.processes = list[Connection](), list[Any]()
         for rank, function in enumerate(functions):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_live, args=(rank, theirs, function, environment or {}), daemon=True)
+            args = rank, theirs, function, environment or {}, Output()
+            process = context.Process(target=_live, args=args, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -92,7 +114,10 @@ class Ranks:
             pipe.close()
 
 
-def _live(rank: int, pipe: Connection, function: Callable[[Rank], object], environment: dict[str, str]) -> None:
+def _live(
+    rank: int, pipe: Connection, function: Callable[[Rank], object], environment: dict[str, str], output: None
+) -> None:
+    del output  # which it has taken over
     os.environ.update(environment)
     try:
         transport = UcxTransport()
