@@ -19,7 +19,7 @@ import braidax.frame as bf
 from braidax.frame.collecting import Partition, computed_by
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.plan.nodes import read
-from tests.support.comm.ranks import outcomes
+from tests.support.comm.ranks import by_day, outcomes
 from tests.support.frame.queries.query import Query
 from tests.support.frame.running import Asked, asking, united
 from tests.support.frame.tables import Shape
@@ -137,10 +137,19 @@ pairs = strategies.builds(
 
 
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=10)
 @hypothesis.given(pair=pairs, size=strategies.integers(2, 4))
 @pytest.mark.usefixtures("dealt")
 def test_drawn_pairs(pair: Pair, size: int, worlds: Worlds) -> None:
+    Asked.of(Query("join_asof", lambda tables: tables.joined), pair).on_ranks(size, worlds)  # pyright: ignore
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(pair=pairs, size=strategies.integers(2, 4))
+@pytest.mark.usefixtures("dealt")
+def test_drawn_pairs_at_length(pair: Pair, size: int, worlds: Worlds) -> None:
     Asked.of(Query("join_asof", lambda tables: tables.joined), pair).on_ranks(size, worlds)  # pyright: ignore
 
 
@@ -186,7 +195,7 @@ def test_rows_of_the_right_move_once_at_most(strategy: Any) -> None:
 
 
 @pytest.mark.usefixtures("dealt")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", by_day(STRATEGIES, "nearest"))  # the others below, of fewer rows
 def test_half_of_the_rows_are_of_one_group(strategy: Any) -> None:
     left, right = prices(30_000, 60_000)
     lazy = left.join_asof(right, on="k", by="g", strategy=strategy, tolerance=40, check_sortedness=False)

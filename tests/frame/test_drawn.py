@@ -59,7 +59,7 @@ DRAWN = queries(
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 
 
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(table=drawn_tables, query=strategies.sampled_from(DRAWN), size=strategies.integers(1, 4))
 def test_drawn_tables(table: Drawn, query: Query, size: int, worlds: Worlds) -> None:
     Asked.of(query, table).on_ranks(size, worlds)

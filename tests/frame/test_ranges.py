@@ -108,8 +108,7 @@ OTHERS: dict[str, Callable[[pl.DataFrame], pl.DataFrame]] = {
 }
 
 
-@pytest.mark.parametrize("nulls_last", [False, True])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("name", "nulls_last"), in_turns(OTHERS, [False, True], every=2))
 def test_keys_of_no_ranges_give_what_one_process_gives(name: str, *, nulls_last: bool, worlds: Worlds) -> None:
     left, right = tables()
     left = OTHERS[name](left)

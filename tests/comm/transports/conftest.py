@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,8 @@ def together() -> Iterator[Callable[..., Ranks]]:
     """Returns a function that starts ranks, which end with the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(*functions: Callable[[Rank], object], environment: dict[str, str] | None = None) -> Ranks:
-            ranks = Ranks(*functions, environment=environment)
+        def start(*functions: Callable[[Rank], object], **options: Any) -> Ranks:
+            ranks = Ranks(*functions, **options)
             stack.callback(ranks.end)
             return ranks
 

@@ -4,6 +4,7 @@ It is a fork of a process that has imported what they need, which takes longer t
 started nothing of UCX.
 """
 
+import contextlib
 import multiprocessing
 import os
 import select
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any, final
+from typing import Any, Literal, final
 
 from braidax.comm.transports.transport import Operation
 from braidax.comm.transports.ucx import UcxTransport
@@ -68,11 +69,17 @@ class Rank:
 
 
 class Ranks:
-    """Processes, one a function; killed when the test ends."""
+    """Processes, one a function; killed when the test ends. **Arguments:** `begin`: forks, or each from the start."""
 
-    def __init__(self, *functions: Callable[[Rank], object], environment: dict[str, str] | None = None) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([function.__module__ for function in functions])
+    def __init__(
+        self,
+        *functions: Callable[[Rank], object],
+        environment: dict[str, str] | None = None,
+        begin: Literal["forkserver", "spawn"] = "forkserver",
+    ) -> None:
+        context = multiprocessing.get_context(begin)
+        if begin == "forkserver":
+            context.set_forkserver_preload([function.__module__ for function in functions])
         self.pipes, self.processes = list[Connection](), list[Any]()
         for rank, function in enumerate(functions):
             ours, theirs = context.Pipe()
@@ -93,7 +100,8 @@ class Ranks:
         return value
 
     def tell(self, rank: int, value: object = None) -> None:
-        self.pipes[rank].send(value)
+        with contextlib.suppress(BrokenPipeError):  # one that asks for nothing may have ended
+            self.pipes[rank].send(value)
 
     def kill(self, rank: int) -> None:
         os.kill(self.processes[rank].pid, signal.SIGKILL)
