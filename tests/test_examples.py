@@ -90,6 +90,7 @@ def assert_learnt(found: Trained, name: str) -> None:
     assert found[2:] == pytest.approx(EXPECTED[name][2:], rel=0.02)
 
 
+@pytest.mark.slow  # a GPT learns from text below
 def test_raw_text_is_prepared_and_trained_on(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
     found, expected = run("prepare_text"), Trained(140, 4, 6.0118, 0.7100)
     assert found[:2] == expected[:2]
@@ -159,6 +160,7 @@ def test_a_gpt_learns_from_text_and_goes_on(told: Told, tmp_path: Path) -> None:
     assert perplexities[1] < 0.7 * perplexities[0] < 0.7 * number(output, r"by guessing (\d+)")
 
 
+@pytest.mark.slow  # images are learnt from by torch's script below, resnets in tests/tasks
 def test_a_resnet_learns_from_a_folder_of_images(told: Told) -> None:
     output = told("resnet_from_images.py")
     assert "360 images to train on, 40 to test on, of 4 classes: diamonds, lying, rings, standing" in output

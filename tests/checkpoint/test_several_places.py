@@ -272,6 +272,8 @@ def dying(comm: Communicator, folder: Path, who: int) -> None:
     saver.close()
 
 
+# By day hosts are replaced above, and a run whose process is killed goes on in tests/test_trained_together.py.
+@pytest.mark.slow
 def test_a_killed_process_is_replaced_and_all_go_on_from_the_last_whole_one(tmp_path: Path, two: LocalGang) -> None:
     with pytest.raises(PeerLost, match="rank 1"), jax_gang(2, 4) as gang:
         gang.run(dying, tmp_path, 1, timeout_seconds=RUN_SECONDS)
