@@ -33,7 +33,6 @@ def run(*arguments: str | Path) -> tuple[int, str]:
 
 def test_ctrl_c_saves_and_the_next_run_goes_on_to_the_end(tmp_path: Path) -> None:
     arguments = [*COMMAND, "train", "digits", "--out", "run", "--epochs", "3", "--trace", "trace.json"]
-    arguments += ["--mesh", "data=2"]  # as many devices as cores
     # The second process takes over what the first has compiled: the test is about the run, not about the compiler.
     # Both compile as a user's would: many updates run longer than they compile.
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}

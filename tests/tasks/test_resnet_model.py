@@ -39,28 +39,35 @@ def test_wide_basic_blocks_have_as_many_parameters_as_the_formula_says() -> None
     assert num_parameters(model, (1, 8, 8, 1)) == stem + first + second + shortcut + 16 * 10 + 10
 
 
+def blocks_of(model: WideResNet, size: int) -> Any:
+    """Returns the shapes of what each part makes of two square images, of parameters that one of them has made."""
+
+    def run(key: Any) -> Any:
+        variables = model.init(key, jnp.zeros((1, size, size, 1)), train=False)
+        return model.apply(variables, jnp.zeros((2, size, size, 1)), train=False, capture_intermediates=True)
+
+    _, state = jax.eval_shape(run, jax.random.key(0))
+    return state["intermediates"]
+
+
 def test_every_stage_after_the_first_halves_the_image() -> None:
-    model = WideResNet(7, stage_sizes=(1, 1), num_filters=4, block="basic", stem="plain")
-    variables = model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)), train=False)
-    _, state = model.apply(variables, jnp.zeros((2, 8, 8, 1)), train=False, capture_intermediates=True)
-    blocks: Any = state["intermediates"]
+    blocks = blocks_of(WideResNet(7, stage_sizes=(1, 1), num_filters=4, block="basic", stem="plain"), 8)
     assert [blocks[f"BasicBlock_{i}"]["__call__"][0].shape for i in range(2)] == [(2, 8, 8, 8), (2, 4, 4, 16)]
     assert blocks["__call__"][0].shape == (2, 7)
 
 
 def test_the_strided_stem_quarters_the_image() -> None:
-    model = WideResNet(7, stage_sizes=(1,), num_filters=4)
-    variables = model.init(jax.random.key(0), jnp.zeros((1, 30, 30, 1)), train=False)
-    _, state = model.apply(variables, jnp.ones((2, 30, 30, 1)), train=False, capture_intermediates=True)
-    blocks: Any = state["intermediates"]
+    blocks = blocks_of(WideResNet(7, stage_sizes=(1,), num_filters=4), 30)
     assert blocks["BottleneckBlock_0"]["__call__"][0].shape == (2, 8, 8, 16)
 
 
 def test_batch_statistics_are_those_of_the_batch() -> None:
     model = WideResNet(3, stage_sizes=(1,), num_filters=2, block="basic", stem="plain")
     images = jax.random.normal(jax.random.key(1), (16, 8, 8, 1))
-    variables = model.init(jax.random.key(0), images, train=False)
-    _, updated = model.apply(variables, images, train=True, mutable=["batch_stats"])
+    variables = jax.jit(lambda key: model.init(key, images, train=False))(jax.random.key(0))
+    _, updated = jax.jit(lambda variables: model.apply(variables, images, train=True, mutable=["batch_stats"]))(
+        variables
+    )
     kernel: Any = variables["params"]["_ConvNorm_0"]["Conv_0"]["kernel"]
     outputs = jax.lax.conv_general_dilated(
         images, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -14,8 +13,8 @@ def together() -> Iterator[Callable[..., Ranks]]:
     """Returns a function that starts ranks, which end with the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(*functions: Callable[[Rank], object], **options: Any) -> Ranks:
-            ranks = Ranks(*functions, **options)
+        def start(*functions: Callable[[Rank], object], environment: dict[str, str] | None = None) -> Ranks:
+            ranks = Ranks(*functions, environment=environment)
             stack.callback(ranks.end)
             return ranks
 

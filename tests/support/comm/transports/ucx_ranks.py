@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any, Literal, final
+from typing import Any, final
 
 from braidax.comm.transports.transport import Operation
 from braidax.comm.transports.ucx import UcxTransport
@@ -69,17 +69,11 @@ class Rank:
 
 
 class Ranks:
-    """Processes, one a function; killed when the test ends. **Arguments:** `begin`: forks, or each from the start."""
+    """Processes, one a function; killed when the test ends."""
 
-    def __init__(
-        self,
-        *functions: Callable[[Rank], object],
-        environment: dict[str, str] | None = None,
-        begin: Literal["forkserver", "spawn"] = "forkserver",
-    ) -> None:
-        context = multiprocessing.get_context(begin)
-        if begin == "forkserver":
-            context.set_forkserver_preload([function.__module__ for function in functions])
+    def __init__(self, *functions: Callable[[Rank], object], environment: dict[str, str] | None = None) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([function.__module__ for function in functions])
         self.pipes, self.processes = list[Connection](), list[Any]()
         for rank, function in enumerate(functions):
             ours, theirs = context.Pipe()
