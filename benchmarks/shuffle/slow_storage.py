@@ -31,6 +31,15 @@ def cold(bench: Bench) -> None:
     def taken(threads: int, count: int) -> Any:
         return systems.fetched(functools.partial(np.take, mapped(), axis=0), num, size, count, threads=threads)
 
+    def in_order(count: int) -> Any:
+        """Reads the file as it lies, and shuffles nothing: what the disk gives at most."""
+        batch, shape = np.empty((size, mapped().shape[1]), mapped().dtype), mapped().shape
+        with npy.open("rb", buffering=0) as file:
+            file.seek(npy.stat().st_size - shape[0] * batch[0].nbytes)
+            for _ in range(count):
+                file.readinto(batch.data)
+                yield batch
+
     def from_folder(count: int) -> Any:
         dataset = hugging_face(folder, "numpy")
         return systems.fetched(lambda order: dataset[order.tolist()], num, size, count)
@@ -69,7 +78,8 @@ def cold(bench: Bench) -> None:
                 threads,
             ),
         )
-    running = {name: _one_epoch(bench, path, make, size) for name, (path, make) in (mine | peers).items()}
+    limit: dict[str, tuple[Path, Make]] = {"the file in its order, no shuffle": (npy, in_order)}
+    running = {name: _one_epoch(bench, path, make, size) for name, (path, make) in (mine | peers | limit).items()}
     bench.measure(COLD, running, rounds=min(bench.scale.rounds, 3))
     bench.claim("cold", COLD, "braidax, npy", list(peers), at_least=1.5)
 

@@ -114,17 +114,17 @@ def test_a_read_that_fails_twice_has_failed(mesh: Mesh) -> None:
 
 def test_a_slow_source_is_read_in_smaller_pieces() -> None:
     pace = fetch._Pace(1000, None)
-    assert (pace.num_rows(1), pace.num_rows(7), pace.num_rows(2000)) == (1, 7, 1000)  # nothing is known yet
+    assert [pace.num_rows(1, first) for first in (0, 7, 2000)] == [1, 7, 1000]
     pace.saw(100, 1e-4)
-    assert pace.num_rows(1) == 1000
+    assert pace.num_rows(1, 7) == 1000
     for _ in range(200):
         pace.saw(1, 0.004)
-    assert pace.num_rows(1) == 2
+    assert pace.num_rows(1, 7) == 2
     for _ in range(200):
         pace.saw(1, 1.0)
-    assert pace.num_rows(1) == 1
-    assert pace.num_rows(7) == 7
-    assert fetch._Pace(5, None).num_rows(7) == 5
+    assert pace.num_rows(1, 7) == 1
+    assert pace.num_rows(7, 1) == 7
+    assert fetch._Pace(5, None).num_rows(1, 7) == 5
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, [8, 8]), (3, [2, 2, 3, 3, 3, 3])])

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from braidax.data.fetching.confirmation import Confirmation
 from braidax.data.fetching.slots import Slots
 from braidax.data.sharding.load_plan import LoadPlan, Reading
-from braidax.data.source import Source, prepare, prepare_slices, read_samples, read_slices
+from braidax.data.source import Source, is_at_hand, prepare, prepare_slices, read_samples, read_slices
 from braidax.data.workers.threads import Threads, timed_out
 from braidax.errors import WaitTimeout
 from braidax.spans import Trace, span
@@ -164,7 +164,9 @@ class Fetch:
                     wanted = wanted[self._local[: np.searchsorted(self._local, len(wanted))]]
                 prepare(batch.source, wanted)
             least = -(-len(self._local) // (_READS_EACH * self._threads.num_threads))
-            reads = [_Read(reading) for reading in self._plan.reads(self._pace.num_rows(least))]
+            # Nobody knows yet how long samples take that somebody waits for: all threads read them.
+            first = self._plan.batch_size if is_at_hand(batch.source) else least
+            reads = [_Read(reading) for reading in self._plan.reads(self._pace.num_rows(least, first))]
         except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
             batch.future.set_exception(raised)
             return
@@ -373,11 +375,11 @@ class _Pace:
             seen = sorted(self._seconds)
             self.hedge_seconds = max(_HEDGE_SECONDS, 1.5 * seen[int(0.99 * len(seen))])
 
-    def num_rows(self, least: int) -> int:
-        """Returns how many rows one read should have: until one was seen `least`, as the first batch is waited for.
+    def num_rows(self, least: int, first: int) -> int:
+        """Returns how many rows one read should have.
 
-        **Arguments:** `least`: as far as memory allows.
+        **Arguments:** `least`: as far as memory allows. `first`: until a read was seen.
         """
         if not self._num_reads:
-            return max(1, min(self.max_rows, least))
+            return max(1, min(self.max_rows, first))
         return max(1, min(self.max_rows, max(least, int(_READ_SECONDS / max(self._row_seconds, 1e-9)))))
