@@ -247,18 +247,18 @@ class DataLoader:
         coming: deque[tuple[Cursor, Cursor, Batch | Part]] = deque()
         made: deque[tuple[Cursor, Any]] = deque()  # the next one too, where devices exchange: under the step
         num_made = 2 if self._plan.reshard.members else 1
-        ahead, most, self._fetch = cursor, 0, fetch
+        num, ahead, most, self._fetch = 0, cursor, 0, fetch
         self._open.append(fetch)
         try:
             while True:
                 if len(coming) + len(made) <= most:
-                    far = several.how_far(self.source, self._plan, self._knobs, self._prefetch, rounds)
+                    far = several.how_far(self.source, self._plan, self._knobs, self._prefetch, rounds, num_begun=num)
                     fetch.resize(threads=self._threads, prefetch=far.in_flight, read_bytes=self._knobs.read_bytes)
                     most = far.in_flight + num_made - far.at_once
                     while len(coming) + len(made) <= most and (end is None or ahead.epoch < end):
                         at_once = 1 if ahead == cursor else far.at_once  # the first one is waited for
                         coming += several.begin(fetch, rounds, self._order, ahead, self._draw, at_once=at_once)
-                        ahead = coming[-1][1]
+                        num, ahead = num + at_once, coming[-1][1]
                 while coming and len(made) < num_made:
                     start, after, batch = coming.popleft()
                     made.append((after, self._made(fetch, rounds, start, batch)))

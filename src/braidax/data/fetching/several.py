@@ -15,6 +15,8 @@ from braidax.data.sharding.load_plan import LoadPlan
 from braidax.data.source import Source, is_at_hand
 
 _MOST_BYTES = 8 << 20  # of batches that are read at once
+_FIRST_BYTES = 1 << 20  # at the beginning of a pass: to touch memory first takes longer than to fill it
+_SHARE = 16  # of what a pass has read, as much is read at once
 _MOST = 8
 _STRETCHES = 3  # in flight: two that are read, one that is used
 
@@ -29,12 +31,17 @@ class Ahead(NamedTuple):
     in_flight: int
 
 
-def how_far(source: Source, plan: LoadPlan, knobs: Knobs, prefetch: int, rounds: Rounds | None) -> Ahead:
+def how_far(
+    source: Source, plan: LoadPlan, knobs: Knobs, prefetch: int, rounds: Rounds | None, *, num_begun: int
+) -> Ahead:
     """Returns how far a loader runs ahead now.
 
     **Arguments:** `prefetch`: batches in flight, where each is read by itself. `rounds`: of several processes.
+    `num_begun`: batches of this pass.
     """
-    most = min(_MOST, _MOST_BYTES // max(plan.num_bytes, 1))
+    num_bytes = max(plan.num_bytes, 1)
+    at_once = min(_MOST_BYTES, max(_FIRST_BYTES, num_begun * num_bytes // _SHARE)) // num_bytes
+    most = min(_MOST, 1 << at_once.bit_length() >> 1)  # a power of two: each growth is memory anew
     if rounds is not None or most < 2 or not plan.is_one_read or knobs.hedge_seconds == 0 or not is_at_hand(source):
         return Ahead(1, prefetch)
     if knobs.prefetch is None:

@@ -7,10 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.workers.alignment import ALIGNMENT, aligned
-
-_PIECE_BYTES = 12 << 20  # of which NumPy asks for large pages: to touch small ones first takes as long as to fill them
-_IN_PIECES = range(1 << 20, 4 << 20)  # bytes: smaller slots are few pages, larger ones have large pages by themselves
+from braidax.data.workers.alignment import ALIGNMENT
 
 
 class Slots:
@@ -41,20 +38,12 @@ class Slots:
         try:
             memory = self._free.slots.pop()
         except IndexError:
-            memory, *others = self._made()
-            self._free.slots.extend(others)
+            whole = np.empty(self._num_bytes + ALIGNMENT, np.uint8)
+            first = -whole.ctypes.data % ALIGNMENT
+            memory = whole[first : first + self._num_bytes]
         lease = _Lease(memory)
         weakref.finalize(lease, self._free.give_back, memory).atexit = False
         return np.asarray(lease)
-
-    def _made(self) -> list[NDArray[np.uint8]]:
-        """Returns new slots, several of which lie in one piece of memory where they are had in pieces."""
-        stride = aligned(self._num_bytes)
-        number = _PIECE_BYTES // stride if stride in _IN_PIECES else 1
-        whole = np.empty(number * stride + ALIGNMENT, np.uint8)
-        first = -whole.ctypes.data % ALIGNMENT
-        starts = [first + place * stride for place in range(number)]
-        return [whole[start : start + self._num_bytes] for start in starts]
 
 
 class _Free:
