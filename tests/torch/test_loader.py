@@ -649,7 +649,7 @@ def limits(rate: Callable[[int], float], periods: int, monkeypatch: pytest.Monke
         seen.append(tempo.limit)
         num_samples = 2 * tempo.limit + int(0.03 * rate(tempo.limit))
         clock.now += num_samples / rate(tempo.limit)
-        tempo.fetched(num_samples)
+        tempo.fetched(num_samples, num_takes=2 * tempo.limit)
     return seen
 
 
@@ -659,6 +659,18 @@ def test_threads_that_wait_become_many_and_threads_that_compute_stay_few(monkeyp
     alone = limits(lambda threads: 1e4 / threads**0.1, 60, monkeypatch)
     assert alone[:3] == [1, 4, 1]
     assert 2 <= alone.count(4) <= 4
+
+
+def test_threads_that_fetch_whole_batches_are_judged_by_two_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four batches of 64 on two cores: all end behind 0.16 s, as late as two of one thread."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("braidax.torch.tempo.time.perf_counter", lambda: clock.now)
+    tempo, seen = Tempo(None), list[int]()
+    for seconds in [0.08, 0.08, *([0.16, 1e-3, 1e-3, 1e-3] * 2)]:
+        clock.now += seconds
+        tempo.fetched(64)
+        seen.append(tempo.limit)
+    assert seen == [1, 4, 4, 4, 4, 4, 4, 4, 4, 16]
 
 
 def test_a_period_with_nothing_to_fetch_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

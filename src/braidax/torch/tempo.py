@@ -39,11 +39,16 @@ class Tempo:
         """Returns how many samples a thread should take at a time."""
         return max(1, int(_UNIT_SECONDS * self._rate / self.limit))
 
-    def fetched(self, num_samples: int) -> None:
-        """Counts samples that have just been fetched."""
+    def fetched(self, num_samples: int, *, num_takes: int = 1) -> None:
+        """Counts samples that have just been fetched.
+
+        **Arguments:** `num_takes`: by so many of a thread, each of some samples, or of a whole batch. Each thread has
+        two in a period: the first ones of all threads end at about the same time, late.
+        """
         self._count += num_samples
+        self._num_takes += num_takes
         seconds = time.perf_counter() - self._since
-        if seconds >= _PERIOD_SECONDS and self._count >= 2 * self.limit:
+        if seconds >= _PERIOD_SECONDS and self._num_takes >= 2 * self.limit:
             self._rate = self._count / seconds
             if not self._fixed:
                 self._adapt(self._rate)
@@ -54,7 +59,7 @@ class Tempo:
         self._restart()
 
     def _restart(self) -> None:
-        self._count, self._since = 0, time.perf_counter()
+        self._count, self._num_takes, self._since = 0, 0, time.perf_counter()
 
     def _adapt(self, rate: float) -> None:
         if self._before is not None and rate < _GAIN * self._before[1]:
