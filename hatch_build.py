@@ -54,8 +54,8 @@ class BindingHook(BuildHookInterface[Any]):
         if problem is not None:
             self.app.display_warning(
                 "braidax is installed without the transport 'ucx', Python decodes records, pads texts and moves what "
-                "'tcp' sends, and NumPy orders samples, splits the rows of frames and moves those of tables on servers "
-                f"({problem})"
+                "'tcp' sends, and NumPy orders samples, splits rows of frames and moves those of tables on servers: "
+                f"{problem}"
             )
             return
         self.app.display_info(f"braidax is built with {', '.join(built.name for built in BUILT)}")

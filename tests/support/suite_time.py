@@ -6,21 +6,21 @@ from collections.abc import Mapping
 import pytest
 
 BUDGET_SECONDS: dict[str, int] = {
-    "checkpoint": 41,
-    "cli": 41,
-    "comm": 87,
+    "checkpoint": 42,
+    "cli": 43,
+    "comm": 80,
     "connections": 4,
-    "data": 71,
-    "frame": 88,
-    "gang": 53,
-    "harness": 12,
-    "laws": 64,
-    "parallel": 400,
-    "program": 29,
-    "tasks": 27,
-    "torch": 9,
-    "tune": 16,
-    "tests": 34,
+    "data": 70,
+    "frame": 80,
+    "gang": 52,
+    "harness": 11,
+    "laws": 47,
+    "parallel": 320,
+    "program": 32,
+    "tasks": 29,
+    "torch": 8,
+    "tune": 19,
+    "tests": 33,
 }
 """Of all tests of a folder, one after the other, in the shares that the last whole run had; `tests` are the files that
 lie in no folder."""

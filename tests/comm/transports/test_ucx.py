@@ -497,7 +497,7 @@ def test_the_bindings_are_compiled_or_it_is_said_why_not(
     assert not any((tmp_path / built).exists() for built in build.BUILT)
     monkeypatch.setenv("CC", "cc -Wall -Wextra -Werror")
     assert build.compiled(tmp_path) is None
-    assert len(build.BUILT) == 5
+    assert len(build.BUILT) == 6
     assert all((tmp_path / built).stat().st_size > 10_000 for built in build.BUILT)
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -549,6 +549,6 @@ def test_a_build_says_what_it_has_and_fails_where_it_lacks_what_is_required(
     assert data["pure_python"] is False
     assert data["tag"].startswith("cp311-abi3-linux_")
     assert hook.app.lines[-1] == (
-        "braidax is built with tcp_binding.abi3.so, ucx_binding.abi3.so, record_binding.abi3.so, "
-        "scatter_binding.abi3.so, rows_binding.abi3.so"
+        "braidax is built with tcp_binding.abi3.so, ucx_binding.abi3.so, permutation_binding.abi3.so, "
+        "record_binding.abi3.so, scatter_binding.abi3.so, rows_binding.abi3.so"
     )

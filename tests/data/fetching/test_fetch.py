@@ -91,6 +91,25 @@ def test_many_records_are_not_all_listed(mesh: Mesh) -> None:
         next(iter(loader))
 
 
+def test_of_several_reads_that_fail_the_first_rows_are_told() -> None:
+    """Whichever ends first: the read of the last row fails, and then that of the first one."""
+    source, last_has_failed = Numbers(64), threading.Event()
+    loader = DataLoader(source, batch_size=8, knobs=Knobs(threads=4))
+    first, *_, last = loader.peek(1)[0].tolist()
+
+    def before(indices: np.ndarray) -> None:
+        if last in indices:
+            last_has_failed.set()
+            raise ValueError("of the last row")
+        if first in indices:
+            assert last_has_failed.wait(60)
+            raise ValueError("of the first row")
+
+    source.before = before
+    with pytest.raises(RecordError, match=rf"of the first row, while it read the records \[{first}\]"):
+        next(iter(loader))
+
+
 def test_all_threads_read_the_first_batch() -> None:
     """Had one thread to read all of it, this would hang: nobody knows yet how long a sample takes."""
     together, sizes = threading.Barrier(4), list[int]()

@@ -335,7 +335,8 @@ class Batch:
     memory: NDArray[np.uint8] | None = None
     reads: list[_Read] = field(default_factory=list[_Read], init=False)
     num_left: int = field(default=0, init=False)
-    error: BaseException | None = field(default=None, init=False)
+    error: BaseException | None = field(default=None, init=False)  # that of the first rows, whichever read ends first
+    _error_start: float = field(default=math.inf, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_last(self, read: _Read, error: BaseException | None, apart: Any) -> bool:
@@ -349,7 +350,8 @@ class Batch:
                 return False
             read.is_done = True
             read.apart = apart
-            self.error = self.error or error
+            if error is not None and read.reading.start < self._error_start:
+                self.error, self._error_start = error, read.reading.start
             self.num_left -= 1
             return self.num_left == 0
 
