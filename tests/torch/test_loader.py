@@ -647,9 +647,11 @@ def limits(rate: Callable[[int], float], periods: int, monkeypatch: pytest.Monke
     tempo, seen = Tempo(None), list[int]()
     for _ in range(periods):
         seen.append(tempo.limit)
-        num_samples = 2 * tempo.limit + int(0.03 * rate(tempo.limit))
-        clock.now += num_samples / rate(tempo.limit)
-        tempo.fetched(num_samples, num_takes=2 * tempo.limit)
+        num_takes, speed = 2 * tempo.limit, rate(tempo.limit)
+        for _ in range(num_takes):
+            num_samples = 1 + int(0.03 * speed / num_takes)
+            clock.now += num_samples / speed
+            tempo.fetched(num_samples)
     return seen
 
 

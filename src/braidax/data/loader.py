@@ -257,8 +257,9 @@ class DataLoader:
                     most = far.in_flight + num_made - far.at_once
                     while len(coming) + len(made) <= most and (end is None or ahead.epoch < end):
                         at_once = 1 if ahead == cursor else far.at_once  # the first one is waited for
-                        coming += several.begin(fetch, rounds, self._order, ahead, self._draw, at_once=at_once)
-                        num, ahead = num + at_once, coming[-1][1]
+                        begun = several.begin(fetch, rounds, self._order, ahead, self._draw, at_once=at_once)
+                        coming += begun
+                        num, ahead = num + len(begun), begun[-1][1]
                 while coming and len(made) < num_made:
                     start, after, batch = coming.popleft()
                     made.append((after, self._made(fetch, rounds, start, batch)))

@@ -39,14 +39,13 @@ class Tempo:
         """Returns how many samples a thread should take at a time."""
         return max(1, int(_UNIT_SECONDS * self._rate / self.limit))
 
-    def fetched(self, num_samples: int, *, num_takes: int = 1) -> None:
-        """Counts samples that have just been fetched.
+    def fetched(self, num_samples: int) -> None:
+        """Counts what a thread has just fetched at a time: some samples, or a whole batch.
 
-        **Arguments:** `num_takes`: by so many of a thread, each of some samples, or of a whole batch. Each thread has
-        two in a period: the first ones of all threads end at about the same time, late.
+        A period has twice as many of these as there are threads, of which the first ones end at the same time, late.
         """
         self._count += num_samples
-        self._num_takes += num_takes
+        self._num_takes += 1
         seconds = time.perf_counter() - self._since
         if seconds >= _PERIOD_SECONDS and self._num_takes >= 2 * self.limit:
             self._rate = self._count / seconds

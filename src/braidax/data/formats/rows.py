@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.leaves import Flat, Indices
-from braidax.data.storage.files import Bytes, compiled
+from braidax.data.storage.files import Bytes, compiled, joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +78,7 @@ class Rows:
 
     def place_each(self, pieces: Sequence[Bytes]) -> int:
         """Fills the rows with the heads of pieces that lie apart. **Returns:** as `place`."""
-        lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
-        return self.place(np.frombuffer(b"".join(pieces), np.uint8), np.cumsum(lengths) - lengths, lengths)
+        return self.place(*joined(pieces))
 
 
 Target = NDArray[Any] | Rows

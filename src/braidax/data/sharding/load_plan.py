@@ -16,7 +16,15 @@ from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from braidax.data.sharding.leaf_plan import Bounds, Layout, LeafPlan, key_of
-from braidax.data.sharding.load_sharding import CHEAP, SMALL, Again, Target, as_target, load_shardings
+from braidax.data.sharding.load_sharding import (
+    CHEAP,
+    SMALL,
+    Again,
+    Target,
+    as_target,
+    device_grid,
+    load_shardings,
+)
 from braidax.data.sharding.reshard import Exchanged, Reshard
 from braidax.data.sharding.specs import resolve_shardings, stacked
 from braidax.errors import ArgumentError
@@ -120,8 +128,7 @@ class LoadPlan:
         """
         if self._has_stacks:
             return [[stack[:number].reshape(-1, *shape) for stack, shape in self._stacks(memory, room)]]
-        slots = [memory[place * self.num_bytes : (place + 1) * self.num_bytes] for place in range(number)]
-        return [self.rows(slot, self._stretches[0]) for slot in slots]
+        return [self.rows(slot, self._stretches[0]) for slot in self._slots(memory, number)]
 
     def arrays_of_several(
         self, memory: NDArray[np.uint8], number: int, room: int, *, made: Literal["each", "by a program"] = "each"
@@ -132,8 +139,7 @@ class LoadPlan:
         quicker.
         """
         if not self._has_stacks:
-            slots = [memory[place * self.num_bytes : (place + 1) * self.num_bytes] for place in range(number)]
-            return [self.arrays(slot) for slot in slots]
+            return [self.arrays(slot) for slot in self._slots(memory, number)]
         stacks = [stack for stack, _ in self._stacks(memory, room)]
         if self.placement == "host":
             return [[stack[place] for stack in stacks] for place in range(number)]
@@ -145,6 +151,10 @@ class LoadPlan:
             [_array_of(leaf, {next(iter(leaf.slices)): stack[place]}) for leaf, stack in leaves]
             for place in range(number)
         ]
+
+    def _slots(self, memory: NDArray[np.uint8], number: int) -> list[NDArray[np.uint8]]:
+        """Returns the slots of so many batches, one behind the other."""
+        return [memory[place * self.num_bytes : (place + 1) * self.num_bytes] for place in range(number)]
 
     def _stacks(self, memory: NDArray[np.uint8], room: int) -> list[tuple[NDArray[Any], tuple[int, ...]]]:
         """Returns each leaf of so many batches, `[room, *loading.shape]`, and the shape of a sample."""
@@ -198,27 +208,26 @@ class LoadPlan:
         ]
 
     @functools.cached_property
+    def _on_one(self) -> list[int]:
+        """The numbers of leaves that lie on the one device of the first leaf, where that is one of the host."""
+        mesh = self.leaves[0].loading.sharding.mesh
+        if mesh.size > 1 or device_grid(mesh).flat[0].platform != "cpu":
+            return []
+        return [number for number, leaf in enumerate(self.leaves) if leaf.loading.sharding.mesh == mesh]
+
+    @functools.cached_property
     def _is_split(self) -> bool:
         """Whether a program makes the arrays of several batches: where all are few bytes on one device of the host."""
-        sharding = self.leaves[0].loading.sharding
-        return (
-            len(self.leaves) <= _MOST_SPLIT
-            and sharding.mesh.size == 1
-            and all(leaf.loading.sharding.mesh == sharding.mesh for leaf in self.leaves)
-            and next(iter(sharding.device_set)).platform == "cpu"
-            and self.num_bytes <= _SPLIT_BYTES
-        )
+        return len(self._on_one) == len(self.leaves) <= _MOST_SPLIT and self.num_bytes <= _SPLIT_BYTES
 
     @functools.cached_property
     def _small(self) -> Mapping[int, Bounds]:
         """The numbers of leaves that are few bytes on one device of the host, with their slices, if they are many."""
-        mesh = self.leaves[0].loading.sharding.mesh
         found = {
             number: bounds
             for number, leaf in enumerate(self.leaves)
-            for bounds, devices in leaf.slices.items()
-            if leaf.loading.sharding.mesh == mesh and mesh.size == 1 and devices[0].platform == "cpu"
-            if math.prod(leaf.loading.shape) * leaf.dtype.itemsize <= _FEW_BYTES
+            for bounds in leaf.slices
+            if number in self._on_one and math.prod(leaf.loading.shape) * leaf.dtype.itemsize <= _FEW_BYTES
         }
         return found if len(found) >= _MANY else {}
 

@@ -16,7 +16,7 @@ from braidax.data.formats.rows import Rows, Target
 from braidax.data.formats.tables.columns import VALID
 from braidax.data.leaves import Flat
 from braidax.data.source import Indices
-from braidax.data.storage.files import Bytes, Files, Joined, joined
+from braidax.data.storage.files import Bytes, Files, Joined
 from braidax.errors import ArgumentError, FormatError, RecordError
 
 _NEWLINE, _RETURN, _QUOTE = 10, 13, 34
@@ -189,9 +189,10 @@ class _Rows(Decoder):
         for field in self._fields:
             values, is_valid = found[field.mask_of or field.name]
             target: Target = out[field.name]
-            if isinstance(target, Rows):
-                pieces = values if isinstance(values, Joined) else joined([text.encode() for text in values])
-                target.place(*pieces)
+            if isinstance(target, Rows) and isinstance(values, Joined):
+                target.place(*values)
+            elif isinstance(target, Rows):
+                target.place_each([text.encode() for text in values])
             elif field.mask_of:
                 target[:] = is_valid
             elif field.nulls == "masked":

@@ -28,9 +28,9 @@ def parsed_at_once(
     **Arguments:** `payloads`: the bytes of each. `fields`: to read. `names`: of all columns. `delimiter`. `quotes`:
     whether fields may be quoted. `pieces`: fields of text that are wanted as their bytes.
 
-    **Returns:** the values of each field, as `Field.store` takes them, or text as `Joined`, and which are no empty
-    cells; None where pyarrow
-    is not there, or where a record needs a closer look: it may be wrong, or right in a way that pyarrow does not know.
+    **Returns:** the values of each field, as `Field.store` takes them, or `Joined` of UTF-8, and which are no empty
+    cells; None where pyarrow is not there, or where a record needs a closer look: it may be wrong, or right in a way
+    that pyarrow does not know.
     """
     data = b"\n".join([*payloads, b""])
     is_integer = any(field.is_numeric and field.wide.kind in "iu" for field in fields)
