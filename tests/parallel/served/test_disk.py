@@ -40,7 +40,7 @@ def make_step(case: str, gang: LocalGang, disk: str | None) -> Any:
 
 def numbers(step: Any, state: bx.State) -> list[Any]:
     """Returns all that training has come to: parameters, tables, and what the optimizer keeps of rows."""
-    read = [step._servers.read(name, 0, form.shape[0]) for name, form in step._forms.items()]
+    read = [step._servers.whole.read(name, 0, form.shape[0]) for name, form in step._forms.items()]
     return jax.tree.leaves((copied(state.params), copied(state.opt_state), [(one.values, one.kept) for one in read]))
 
 

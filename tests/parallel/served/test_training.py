@@ -15,6 +15,8 @@ from braidax.gang import LocalGang
 from braidax.parallel.given.arrays import place
 from tests.support.parallel.hybrid import LOSSES, OPTIMIZERS, as_plain, init, make_batch, placed, pooled
 from tests.support.parallel.models import assert_close, copied, make_mesh, single_device, specs
+from tests.support.parallel.served import resizing
+from tests.support.parallel.served.losing import assert_equal
 
 SLOW = pytest.mark.slow
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.3))
@@ -115,6 +117,13 @@ def test_sums_over_rows_are_those_of_all_servers(gang: LocalGang) -> None:
                 dense.update(other, make_batch(seed)),
             )
             np.testing.assert_allclose(told["grad_norm"], expected["grad_norm"], rtol=1e-5)
+
+
+def test_a_table_is_read_and_stays_as_it_is(gang: LocalGang) -> None:
+    """Rows that lag are brought up in what is told alone."""
+    with resizing.make_step(gang, OPTIMIZERS["adam"], spares=0) as step:
+        expected = resizing.trained(step)
+        assert_equal(resizing.trained(step, lambda number: step.table("table")), expected)
 
 
 @SLOW  # workers/test_together.py has them

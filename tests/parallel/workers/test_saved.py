@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
 from braidax.gang import LocalGang
-from tests.support.parallel.workers.teams import BATCH, assert_close, batches, make_step, own_part, team
+from braidax.parallel.served.wire import unpacked
+from tests.support.parallel.workers.teams import BATCH, WORDS, assert_close, batches, make_step, own_part, team
 
 NUM_STEPS, SAVED = 8, 5
 SLOW = pytest.mark.slow
@@ -94,3 +96,73 @@ def test_saved_while_others_go_on(gangs: dict[int, LocalGang], tmp_path: Path) -
     for params, step in team(gangs[2], 2, second):
         assert_close(params, saved[0], exactly=True)
         assert step == saved[1]
+
+
+def test_a_checkpoint_waits_for_all_copies(gangs: dict[int, LocalGang]) -> None:
+    """The last push of the other worker comes late to one of two copies: both have what was saved, to the bit."""
+    released, server = threading.Event(), 1  # which has a copy of the first part
+
+    def late(step: Any) -> None:
+        """Lets the other worker's last push to that copy wait."""
+        ask = step._servers._asking.ask
+
+        def asked(rank: int, question: Any) -> Any:
+            kind, fields, _ = unpacked(question)
+            if (kind, rank, fields.get("part"), fields.get("step")) == ("push", server, 0, NUM_STEPS - 1):
+                assert released.wait(60)
+            return ask(rank, question)
+
+        step._servers._asking.ask = asked
+
+    def releasing(step: Any) -> None:
+        """Lets it come when the first worker waits for it, or behind the moment from which on nothing may change."""
+        ask = step._servers._asking.ask
+
+        def asked(rank: int, question: Any) -> Any:
+            kind, fields, _ = unpacked(question)
+            is_copy = (rank, fields.get("part")) == (server, 0)
+            if is_copy and kind == "pull":
+                released.set()
+            answer = ask(rank, question)
+            if is_copy and kind == "hold":
+                released.set()
+            return answer
+
+        step._servers._asking.ask = asked
+
+    def work(number: int, seat: Any) -> Any:
+        with make_step(seat, bx.ParameterServers(copies=2), size=BATCH // 2) as step:
+            releasing(step) if number == 0 else late(step)
+            state = step.init(jax.random.key(0))
+            for batch in batches(NUM_STEPS):
+                state, _ = step.update(state, own_part(batch, number, 2))
+            saved = step.variables.checkpoint_state() if number == 0 else None
+            step.meet(state)
+            asking, rows = step._servers._asking, {"table": "words", "start": 0, "stop": WORDS, "every": 1}
+            return saved, asking.ask_every(lambda part: asking.packed("copy", part, rows))
+
+    (saved, copies), _ = team(gangs[2], 2, work)
+    values = saved["tables"]["tables"]["words"]["rows"]["values"].value
+    for part, (one, other) in enumerate(copies):
+        np.testing.assert_array_equal(one.arrays["0"], values[part::2])
+        for leaf in one.arrays:
+            np.testing.assert_array_equal(other.arrays[leaf], one.arrays[leaf])
+
+
+def test_variables_are_read_and_stay_as_they_are(gangs: dict[int, LocalGang]) -> None:
+    """By one worker behind each update: rows that lag are brought up in what it is told alone."""
+
+    def work(number: int, seat: Any) -> Any:
+        found = list[Any]()
+        with make_step(seat, size=BATCH // 2) as step:
+            for reads in ("last", "each"):
+                state = step.init(jax.random.key(0))
+                for batch in batches(NUM_STEPS):
+                    state, _ = step.update(state, own_part(batch, number, 2))
+                    if reads == "each" and number == 0:
+                        step.params()
+                found.append(step.params())
+        return found
+
+    for last, each in team(gangs[2], 2, work):
+        assert_close(each, last, exactly=True)

@@ -23,7 +23,7 @@ def dense_of(
 
     **Arguments:** `form`: of states of the step. `feed`: its tables, which `servers` have in these `forms`.
     """
-    read = {name: servers.read(name, 0, spec.shape[0]) for name, spec in feed.tables.items()}
+    read = {name: servers.whole.read(name, 0, spec.shape[0]) for name, spec in feed.tables.items()}
     host = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else np.asarray(leaf), state)
     values = {name: one.values.reshape(feed.tables[name].shape) for name, one in read.items()}
     dense = load_tree(form.of_params, form.dense(host.params))

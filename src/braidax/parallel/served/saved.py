@@ -46,7 +46,7 @@ class ServedTables:
             if form.seen is not None:
                 tables[name] = self._listed(form)
                 continue
-            part = self._servers.read(name, *self._servers.own_rows(name))
+            part = self._servers.whole.read(name, *self._servers.own_rows(name))
             leaves = {"values": part.values.reshape(-1, *form.shape[1:])}
             leaves |= {f"kept/{one.name}": leaf for one, leaf in zip(form.kept, part.kept, strict=True)}
             tables[name] = {

@@ -45,7 +45,7 @@ class Servers:
     of memory for some rows of a part of them; None is memory. `travelling`: how rows do. `dense`: what each of so many
     servers has whole, where those who train have nothing; gradients are then averaged.
 
-    **Fields:** `agreement`: of those who train.
+    **Fields:** `agreement`: of those who train. `whole`: tables as they are kept elsewhere.
 
     **Raises:** `ArgumentError`; what servers raise that have no room.
     """
@@ -70,7 +70,7 @@ class Servers:
         self._asking = Asking(joined, copies, spares, _APART if is_apart else "")
         self.agreement = Agreement(self._asking, joined.meeting.num_workers, staleness)
         self._dense = dense(self.num_servers)
-        self._whole = WholeTables(self._asking, forms)
+        self.whole = WholeTables(self._asking, forms)
         self._stack = contextlib.ExitStack()
         self._stack.callback(self._asking.close)
         try:
@@ -337,18 +337,20 @@ class Servers:
         if self._joined.bringers > 1:
             self.meet()
 
-    def read(self, name: str, first: int, last: int) -> TablePart:
-        """Returns rows of a table, none of which lags behind. **Arguments:** `last`: the row behind the last."""
-        return self._whole.read(name, first, last)
-
     def write(self, name: str, part: TablePart, step: int) -> None:
         """Puts rows in place of what servers have. **Arguments:** `step`: how many updates they have seen."""
         self.forget()
-        self._whole.write(name, part, step)
+        self.whole.write(name, part, step)
 
-    def num_updates(self) -> int:
-        """Returns how many updates all servers have seen."""
-        return min(int(answer.fields["step"]) for answer in self.ask("state", lambda _: {}))
+    def num_updates(self, *, at_least: int = 0) -> int:
+        """Returns how many updates all servers have seen, when all copies of what they have have seen so many.
+
+        **Raises:** as `pull`.
+        """
+        fields = {"tables": [], "since": -1, "at_least": at_least, "reads": "rows"}
+        answers = [one for some in self.ask_every("pull", lambda _: (fields, {})) for one in some]
+        self.check_all_are_there(answers)
+        return min(int(answer.fields["step"]) for answer in answers)
 
     def read_whole(self) -> tuple[int, dict[str, NDArray[Any]]]:
         """Returns how many updates servers have seen, and what each has whole, with what is kept of it, by path."""

@@ -304,7 +304,7 @@ class ServedStep:
         check_has_all_rows(self._forms, "step.table")
         self._pushing.wait()
         shape = self._feed.tables[name].shape
-        return self._servers.read(name, 0, shape[0]).values.reshape(shape)
+        return self._servers.whole.values(name, 0, shape[0]).reshape(shape)
 
     def seen_rows(self, name: str) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """Returns the rows of a table that grows as `Seen` that are there now; all processes may call it.

@@ -21,8 +21,27 @@ class WholeTables:
     def __init__(self, asking: Asking, forms: Mapping[str, TableForm]) -> None:
         self._asking, self._forms = asking, forms
 
+    def values(self, name: str, first: int, last: int) -> NDArray[Any]:
+        """Returns rows of a table as they are now, `[n, D]`; servers bring none up for that. **Arguments:** of `read`."""
+        form = self._forms[name]
+        values = np.zeros((last - first, form.width), jax.numpy.dtype(form.dtype))
+        for start, stop in self._blocks(form, first, last):
+
+            def asked(server: int, start: int = start, stop: int = stop) -> list[Any]:
+                begin, end = self._ends(server, start, stop)
+                told = {"table": name, "since": -1, "start": begin, "most": end - begin}
+                return self._asking.packed("changed", server, told)
+
+            for server, answer in enumerate(self._asking.ask_all(asked)):
+                values[self._part(server, start, stop, first)] = answer.arrays["values"]
+        return values
+
     def read(self, name: str, first: int, last: int) -> TablePart:
-        """Returns rows of a table, none of which lags behind. **Arguments:** `last`: the row behind the last."""
+        """Returns rows of a table, none of which lags behind: servers bring them up, so that who goes on with what was
+        read, and who goes on with what servers have, have the same numbers to the bit.
+
+        **Arguments:** `last`: the row behind the last.
+        """
         form = self._forms[name]
         values = np.zeros((last - first, form.width), jax.numpy.dtype(form.dtype))
         kept = [np.empty((last - first, *one.shape), jax.numpy.dtype(one.dtype)) for one in form.kept]
@@ -66,6 +85,11 @@ class WholeTables:
         self, kind: str, name: str, server: int, start: int, stop: int, arrays: Any = None, step: int = 0
     ) -> list[Any]:
         """Returns what a server is asked about its rows of some consecutive ones."""
-        ends = [-(-(end - server) // self._asking.layout.num_parts) for end in (start, stop)]
-        fields = {"table": name, "start": ends[0], "stop": ends[1], "step": step}
+        begin, end = self._ends(server, start, stop)
+        fields = {"table": name, "start": begin, "stop": end, "step": step}
         return self._asking.packed(kind, server, fields, arrays)
+
+    def _ends(self, server: int, start: int, stop: int) -> tuple[int, int]:
+        """Returns which of a server's rows are some consecutive ones."""
+        size = self._asking.layout.num_parts
+        return -(-(start - server) // size), -(-(stop - server) // size)

@@ -60,5 +60,5 @@ def params_of(servers: Servers, forms: Mapping[str, TableForm], whole: Mapping[s
     `like`: a PyTree of all."""
     found = dict(whole)
     for name, form in forms.items():
-        found[name] = servers.read(name, 0, form.shape[0]).values.reshape(form.shape)
+        found[name] = servers.whole.values(name, 0, form.shape[0]).reshape(form.shape)
     return jax.tree.structure(like).unflatten([np.array(found[name]) for name, _ in named_leaves(like)])

@@ -163,10 +163,11 @@ class WorkerStep:
         self._num_updates = num_updates
         self._servers.agreement.begin(num_updates)
 
-    def _settled(self) -> int:
-        """Returns how many updates servers have seen, when they have seen all that this worker has pushed."""
+    def _settled(self, *, behind: int = 0) -> int:
+        """Returns how many updates servers have seen: all copies all that this worker has, but for `behind`."""
         self._pushing.wait_for_own()
-        return self._servers.pull({}, at_least=0 if self._strategy.staleness is None else self._num_updates).step
+        taken = 0 if self._strategy.staleness is None else self._num_updates - behind
+        return self._servers.num_updates(at_least=taken)
 
     def _check_state(self, state: Any) -> None:
         if not isinstance(state, State) or self._num_updates < 0 or difference(self._form.specs.key, state.key, "key"):
@@ -395,5 +396,5 @@ class WorkerStep:
 
     def params(self) -> Any:
         """Returns all variables on the host, as a PyTree like `init`'s, with as many updates as the next one reads."""
-        self._pushing.wait_for_own()
+        self._settled(behind=self._strategy.staleness or 0)
         return params_of(self._servers, self._forms, self._pull(None)[1].whole, self._form.born.params)

@@ -56,7 +56,7 @@ def trained(step: Any, before: Callable[[int], object] = lambda number: None, *,
     """Trains, and returns all losses and the tables and what is kept of them. **Arguments:** `before`: each step."""
     state, losses = losses_of(step, before, ahead=ahead)
     step.finish()
-    part = step._servers.read("table", 0, ROWS)
+    part = step._servers.whole.read("table", 0, ROWS)
     return losses, (copied(state.params), part.values, part.kept, part.shared)
 
 
