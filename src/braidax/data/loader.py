@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from braidax.data.batch_size import chosen_batch_size
 from braidax.data.fetching.depth import Depth
-from braidax.data.fetching.fetch import Batch, Fetch, Part
+from braidax.data.fetching.batch import Batch, Part
+from braidax.data.fetching.fetch import Fetch
 from braidax.data.given import Given, OnError, Workers
 from braidax.data.knobs import Knobs, Stats
 from braidax.data.multihost.meeting import ProcessGroup, agreeing, process_group
@@ -126,8 +127,7 @@ class DataLoader:
                 self._plan = quickest(self._plan, plan, self.source, self._group, deadline=deadline)
             undo.pop_all()
         self._source_at = functools.lru_cache(maxsize=4)(functools.partial(source_at, self.source))
-        self._checksum_every = checksum_every
-        self.epochs = epochs
+        self._checksum_every, self.epochs = checksum_every, epochs
         self.trace = Trace()
         self.depth = Depth()
 
@@ -252,7 +252,7 @@ class DataLoader:
         try:
             while True:
                 if len(coming) + len(made) <= most:
-                    far = several.how_far(self.source, self._plan, self._knobs, self._prefetch, rounds, num_begun=num)
+                    far = several.how_far(self.source, self._plan, self._knobs, self._prefetch, num_begun=num)
                     fetch.resize(threads=self._threads, prefetch=far.in_flight, read_bytes=self._knobs.read_bytes)
                     most = far.in_flight + num_made - far.at_once
                     while len(coming) + len(made) <= most and (end is None or ahead.epoch < end):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -146,6 +146,23 @@ def test_the_way_of_accelerators_gives_the_same(case: tuple[Any, Mesh, Any]) -> 
     for leaf, expected in zip(plan.leaves, jax.tree.leaves(whole), strict=True):
         views = {bounds: leaf.slice(memory, bounds) for bounds in leaf.slices}
         assert_same(replicate_on_device(leaf, views), expected, leaf.sharding)
+
+
+@settings(max_examples=25)
+@given(case=cases(), number=st.integers(1, 3), spare=st.integers(0, 2))
+def test_several_batches_lie_in_the_memory_of_as_many(case: tuple[Any, Mesh, Any], number: int, spare: int) -> None:
+    batch, mesh, specs = case
+    plan = plan_load(batch, mesh, specs)
+    assume(plan.one_read is not None)
+    wholes = [jax.tree.map(lambda leaf, by=by: np.roll(leaf, by), values_like(batch)) for by in range(number)]
+    memory = Slots((number + spare) * plan.num_bytes, keep=1).take()
+    rows = plan.rows_of_several(memory, number, number + spare)
+    for leaf, values in zip(rows, zip(*map(jax.tree.leaves, wholes), strict=True), strict=True):
+        np.copyto(leaf, np.concatenate(values))
+    made = [plan.batch(arrays) for arrays in plan.arrays_of_several(memory, number, number + spare)]
+    for one, whole in zip(made, wholes, strict=True):
+        for array, expected, leaf in zip(jax.tree.leaves(one), jax.tree.leaves(whole), plan.leaves, strict=True):
+            assert_same(array, expected, leaf.sharding)
 
 
 @settings(max_examples=25)
@@ -330,8 +347,8 @@ def test_many_small_arrays_are_made_by_one_program(kind: AxisType, monkeypatch: 
     assert sorted(plan._small) == [0, 1, 2, 3, 4]
     assert plan_load({name: spec[name] for name in ("bool", "byte", "half")}, mesh, P("a"))._small == {}
     made: list[int] = []
-    real = load_plan._load_array
-    monkeypatch.setattr(load_plan, "_load_array", lambda leaf, memory: (made.append(1), real(leaf, memory))[1])
+    real = load_plan.LoadPlan._array
+    monkeypatch.setattr(load_plan.LoadPlan, "_array", lambda *given: (made.append(1), real(*given))[1])
     for option, alone in ((None, 1), ("jax_debug_nans", 6), ("jax_debug_infs", 6), ("jax_disable_jit", 6)):
         made.clear()
         if option:

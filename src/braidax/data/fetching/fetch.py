@@ -12,15 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.fetching.confirmation import Confirmation
+from braidax.data.fetching.batch import Batch, Part, Read, Rows
 from braidax.data.fetching.slots import Slots
+from braidax.data.sharding.leaf_plan import Bounds
 from braidax.data.sharding.load_plan import LoadPlan, Reading
 from braidax.data.source import Source, is_at_hand, prepare, prepare_slices, read_samples, read_slices
 from braidax.data.workers.threads import Threads, timed_out
@@ -39,7 +39,6 @@ _PROGRAM_READS = 256  # of several batches, until a program makes arrays of them
 _LATE_SECONDS = 1.0  # how long the end of a pass waits for reads whose hedges were first
 
 Draw = Callable[[], tuple[Source, NDArray[np.int64]]]
-_Rows = list[NDArray[Any] | None]
 
 
 class Fetch:
@@ -57,7 +56,7 @@ class Fetch:
         self._slots = Slots(plan.num_bytes, keep=4)
         self._threads = Threads(threads, "braidax-read")
         self._pace = _Pace(self._rows_of(_READ_BYTES), hedge_seconds)
-        self._hedged: deque[_Read] = deque(maxlen=1024)
+        self._hedged: deque[Read] = deque(maxlen=1024)
         self.num_hedges = 0
         self._wide: tuple[int, Slots] | None = None
         self._num_wide = 0
@@ -72,7 +71,7 @@ class Fetch:
     def _rows_of(self, read_bytes: int) -> int:
         return max(1, read_bytes // max(self._plan.sample_bytes, 1))
 
-    def start(self, draw: Draw) -> "Batch":
+    def start(self, draw: Draw) -> Batch:
         """Begins to fetch a batch; all of the work is left to the threads.
 
         **Arguments:** `draw`: returns the source and the samples, int64 `[n]`; where `n` is less than the batch's rows,
@@ -82,7 +81,7 @@ class Fetch:
         self._threads.run(self._begin, batch, draw)
         return batch
 
-    def start_several(self, draw: Draw, alone: Sequence[Draw]) -> "list[Part]":
+    def start_several(self, draw: Draw, alone: Sequence[Draw]) -> list[Part]:
         """Begins to fetch several full batches by one read, into memory that lasts as long as one of them.
 
         **Arguments:** `draw`: returns the source and the samples of all, one batch behind the other. `alone`: draws
@@ -96,7 +95,7 @@ class Fetch:
         """Queues a call that raises nothing."""
         self._threads.run(work, *arguments)
 
-    def result(self, batch: "Batch | Part", *, timeout_seconds: float, what: Callable[[], str]) -> Any:
+    def result(self, batch: Batch | Part, *, timeout_seconds: float, what: Callable[[], str]) -> Any:
         """Waits for a batch that was started, and hedges reads of it that take too long.
 
         **Returns:** the load arrays. **Raises:** what reading raised, or `WaitTimeout` that says `what` did not come.
@@ -105,7 +104,7 @@ class Fetch:
             found = self._part(batch, timeout_seconds, what)
             if not isinstance(found, Batch):
                 return found
-            batch = found
+            found.confirmed, batch = batch.confirmed, found
         with self._trace.active(), span("wait"):
             deadline = time.monotonic() + timeout_seconds
             if batch.confirmed is not None:
@@ -122,17 +121,22 @@ class Fetch:
                 batch.confirmed.wait(timeout_seconds=timeout_seconds + _VERDICT_SECONDS, what=what())
             return batch.future.result()
 
-    def _part(self, part: "Part", timeout_seconds: float, what: Callable[[], str]) -> "Any | Batch":
+    def _part(self, part: Part, timeout_seconds: float, what: Callable[[], str]) -> Any | Batch:
         """Returns the load arrays of one of several batches, or the batch that is read by itself instead."""
         begun, future = time.perf_counter(), part.future
+        if part.confirmed is not None:
+            part.confirmed.deadline = time.monotonic() + timeout_seconds
         if not future.done():
             with self._threads.awaited(), contextlib.suppress(TimeoutError):
                 future.exception(timeout=timeout_seconds)
             if not future.done():
                 raise timed_out(what(), timeout_seconds)
         found = future.result()[part.place]
-        if not isinstance(found, Batch):
-            self._trace.note("wait", "wait", begun, 0)
+        if isinstance(found, Batch):
+            return found
+        if part.confirmed is not None:
+            part.confirmed.wait(timeout_seconds=timeout_seconds + _VERDICT_SECONDS, what=what())
+        self._trace.note("wait", "wait", begun, 0)
         return found
 
     def close(self, *, timeout_seconds: float) -> None:
@@ -151,7 +155,7 @@ class Fetch:
         """Drops what has not begun, and does not wait for reads that hang."""
         self._threads.abandon()
 
-    def _begin(self, batch: "Batch", draw: Draw) -> None:
+    def _begin(self, batch: Batch, draw: Draw) -> None:
         try:
             batch.source, batch.indices = draw()
             batch.memory = self._slots.take()
@@ -166,7 +170,7 @@ class Fetch:
             least = -(-len(self._local) // (_READS_EACH * self._threads.num_threads))
             # Nobody knows yet how long samples take that somebody waits for: all threads read them.
             first = self._plan.batch_size if is_at_hand(batch.source) else least
-            reads = [_Read(reading) for reading in self._plan.reads(self._pace.num_rows(least, first))]
+            reads = [Read(reading) for reading in self._plan.reads(self._pace.num_rows(least, first))]
         except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
             batch.future.set_exception(raised)
             return
@@ -200,18 +204,19 @@ class Fetch:
         slots = self._wide
         if slots is None or slots[0] < number:
             slots = self._wide = number, Slots(number * self._plan.num_bytes, keep=_WIDE_SLOTS)
-        room, memory = slots[0], slots[1].take()
+        room, memory, reading = slots[0], slots[1].take(), self._plan.one_read
+        assert reading is not None, "else none are read at once"
         with self._trace.active():
-            with span("read", num_bytes=len(indices) * self._plan.sample_bytes):
-                parts = self._plan.rows_of_several(memory, number, room)
-                for wanted, rows in zip(np.split(indices, len(parts)), parts, strict=True):
-                    read_samples(source, wanted, jax.tree.unflatten(self._plan.structure, rows))
+            rows = self._plan.rows_of_several(memory, number, room)
+            with span("read", num_bytes=sum(leaf.nbytes for leaf in rows if leaf is not None)):
+                wanted = indices.reshape(number, -1)[:, reading.start : reading.stop].reshape(-1)
+                self._read(source, wanted, reading.boxes, rows)
             with span("host-to-device", num_bytes=number * self._plan.num_bytes):
                 self._num_wide += 1
                 made = "by a program" if self._num_wide > _PROGRAM_READS else "each"
                 return self._plan.arrays_of_several(memory, number, room, made=made)
 
-    def _hedge(self, batch: "Batch") -> None:
+    def _hedge(self, batch: Batch) -> None:
         late = time.monotonic() - self._pace.hedge_seconds
         room = _MAX_HEDGES - sum(read.is_hedged and not read.is_done for read in batch.reads)
         waiting = [read for read in batch.reads if not read.is_hedged and not read.is_done and read.began <= late]
@@ -219,12 +224,12 @@ class Fetch:
             self._mark(read)
             self._threads.run_apart(self._fill_apart, batch, read)
 
-    def _mark(self, read: "_Read") -> None:
+    def _mark(self, read: Read) -> None:
         read.is_hedged = True
         self.num_hedges += 1
         self._hedged.append(read)
 
-    def _fill(self, batch: "Batch", read: "_Read") -> None:
+    def _fill(self, batch: Batch, read: Read) -> None:
         memory = batch.memory
         if memory is None or read.is_done:
             return  # a hedge was here first
@@ -233,17 +238,15 @@ class Fetch:
         self._pace.saw(read.reading.stop - read.reading.start, time.monotonic() - read.began)
         self._deliver(batch, read, error, None)
 
-    def _fill_apart(self, batch: "Batch", read: "_Read") -> None:
+    def _fill_apart(self, batch: Batch, read: Read) -> None:
         rows, error = self._attempt(batch, read, lambda: self._plan.empty_rows(read.reading))
         self._deliver(batch, read, error, rows)
 
-    def _attempt(
-        self, batch: "Batch", read: "_Read", place: "Callable[[], _Rows]"
-    ) -> "tuple[_Rows, BaseException | None]":
+    def _attempt(self, batch: Batch, read: Read, place: Callable[[], Rows]) -> tuple[Rows, BaseException | None]:
         """Reads rows into the place that is made for them; returns that place, and what was raised."""
         start, stop, boxes = read.reading
         wanted = batch.indices[start:stop]
-        made: _Rows = []
+        made: Rows = []
         try:
             rows = made = place()
             if len(wanted) < stop - start:
@@ -254,20 +257,24 @@ class Fetch:
             if len(wanted):
                 num_bytes = sum(leaf.nbytes for leaf in rows if leaf is not None)
                 with self._trace.active(), span("read", num_bytes=num_bytes):
-                    if self._plan.form == "samples":
-                        read_samples(batch.source, wanted, jax.tree.unflatten(self._plan.structure, rows))
-                    else:
-                        read_slices(batch.source, wanted, boxes, rows)
+                    self._read(batch.source, wanted, boxes, rows)
         except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
             return made, raised
         return made, None
 
-    def _deliver(self, batch: "Batch", read: "_Read", error: BaseException | None, apart: Any) -> None:
+    def _read(self, source: Source, wanted: NDArray[np.int64], boxes: tuple[Bounds | None, ...], rows: Rows) -> None:
+        """Reads rows into place: as whole samples, or as slices of them, leaf by leaf."""
+        if self._plan.form == "samples":
+            read_samples(source, wanted, jax.tree.unflatten(self._plan.structure, rows))
+        else:
+            read_slices(source, wanted, boxes, rows)
+
+    def _deliver(self, batch: Batch, read: Read, error: BaseException | None, apart: Any) -> None:
         """Counts a read that ended; the last one sends the batch."""
         if batch.is_last(read, error, apart):
             self._finish(batch)
 
-    def _finish(self, batch: "Batch") -> None:
+    def _finish(self, batch: Batch) -> None:
         try:
             if batch.error is not None:
                 raise batch.error
@@ -277,7 +284,7 @@ class Fetch:
         finally:
             batch.memory = None
 
-    def _settled(self, batch: "Batch") -> NDArray[np.uint8]:
+    def _settled(self, batch: Batch) -> NDArray[np.uint8]:
         """Returns the memory of a batch in which nobody writes any more."""
         assert batch.memory is not None, "a batch keeps its memory until it is sent"
         hedged = [(read.reading, read.apart) for read in batch.reads if read.apart is not None]
@@ -294,66 +301,6 @@ class Fetch:
     def _send(self, memory: NDArray[np.uint8]) -> Any:
         with self._trace.active(), span("host-to-device", num_bytes=memory.nbytes):
             return self._plan.arrays(memory)
-
-
-@dataclass(eq=False)
-class _Read:
-    """What one read brings: when it began, attempts that ended, the rows of a hedge that was first."""
-
-    reading: Reading
-    began: float = math.inf
-    is_hedged: bool = False
-    is_done: bool = False
-    num_ended: int = 0
-    apart: "_Rows | None" = None
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the hedge was first, and the read itself is still under way."""
-        return self.is_done and self.num_ended == 1 and math.isfinite(self.began)
-
-
-class Part(NamedTuple):
-    """One of several batches that are read at once.
-
-    **Fields:** `future`: of the load arrays of each, or where that fails, of batches that are read by themselves.
-    `place`: which one.
-    """
-
-    future: "Future[list[Any]]"
-    place: int
-
-
-@dataclass(eq=False)
-class Batch:
-    """A batch under way: the future of its load arrays, whether other processes have theirs, the reads left."""
-
-    future: "Future[Any]" = field(default_factory=Future[Any])
-    confirmed: Confirmation | None = None
-    source: Any = None
-    indices: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    memory: NDArray[np.uint8] | None = None
-    reads: list[_Read] = field(default_factory=list[_Read], init=False)
-    num_left: int = field(default=0, init=False)
-    error: BaseException | None = field(default=None, init=False)  # that of the first rows, whichever read ends first
-    _error_start: float = field(default=math.inf, init=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def is_last(self, read: _Read, error: BaseException | None, apart: Any) -> bool:
-        """Counts an attempt that ended: in place, or `apart`; returns whether the batch is complete by it.
-
-        The first attempt that succeeds counts, or the last one that fails.
-        """
-        with self._lock:
-            read.num_ended += 1
-            if read.is_done or (error is not None and read.is_hedged and read.num_ended == 1):
-                return False
-            read.is_done = True
-            read.apart = apart
-            if error is not None and read.reading.start < self._error_start:
-                self.error, self._error_start = error, read.reading.start
-            self.num_left -= 1
-            return self.num_left == 0
 
 
 class _Pace:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.fetching.fetch import Batch, Fetch, Part
+from braidax.data.fetching.batch import Batch, Part
+from braidax.data.fetching.fetch import Fetch
 from braidax.data.knobs import Knobs
 from braidax.data.multihost.rounds import Rounds
 from braidax.data.sampling.order import Cursor, Order
@@ -31,18 +32,15 @@ class Ahead(NamedTuple):
     in_flight: int
 
 
-def how_far(
-    source: Source, plan: LoadPlan, knobs: Knobs, prefetch: int, rounds: Rounds | None, *, num_begun: int
-) -> Ahead:
+def how_far(source: Source, plan: LoadPlan, knobs: Knobs, prefetch: int, *, num_begun: int) -> Ahead:
     """Returns how far a loader runs ahead now.
 
-    **Arguments:** `prefetch`: batches in flight, where each is read by itself. `rounds`: of several processes.
-    `num_begun`: batches of this pass.
+    **Arguments:** `prefetch`: batches in flight, where each is read by itself. `num_begun`: batches of this pass.
     """
     num_bytes = max(plan.num_bytes, 1)
     at_once = min(_MOST_BYTES, max(_FIRST_BYTES, num_begun * num_bytes // _SHARE)) // num_bytes
     most = min(_MOST, 1 << at_once.bit_length() >> 1)  # a power of two: each growth is memory anew
-    if rounds is not None or most < 2 or not plan.is_one_read or knobs.hedge_seconds == 0 or not is_at_hand(source):
+    if most < 2 or plan.one_read is None or knobs.hedge_seconds == 0 or not is_at_hand(source):
         return Ahead(1, prefetch)
     if knobs.prefetch is None:
         prefetch = max(prefetch, min(_STRETCHES * most, knobs.max_bytes // plan.num_bytes))
@@ -54,8 +52,8 @@ def begin(
 ) -> list[tuple[Cursor, Cursor, Batch | Part]]:
     """Begins to fetch the next batches, of one epoch. **Returns:** where each starts, the place behind it, the batch.
 
-    **Arguments:** `rounds`: as of `how_far`. `cursor`: a settled one. `at_once`: how many, as far as the epoch has full
-    ones.
+    **Arguments:** `rounds`: of several processes. `cursor`: a settled one. `at_once`: how many, as far as the epoch has
+    full ones.
     """
     at_once = min(at_once, (order.num_samples - cursor.position) // order.batch_size)
     cursors = [cursor]
@@ -66,8 +64,9 @@ def begin(
     if at_once > 1:
         batches = fetch.start_several(functools.partial(draw, cursor, at_once), draws)
     else:
-        batches = [batch := fetch.start(draws[0])]
-        batch.confirmed = None if rounds is None else rounds.confirm(batch.future)
+        batches = [fetch.start(draws[0])]
+    if rounds is not None:
+        rounds.confirm(batches)
     for start in cursors[:-1]:
         if order.begins_window(start):
             fetch.run(order.look_ahead, start)

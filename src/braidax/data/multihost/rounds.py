@@ -6,12 +6,12 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from braidax.connections.raised import Raised
-from braidax.data.fetching.confirmation import Confirmation
+from braidax.data.fetching.batch import Batch, Confirmation, Part
 from braidax.data.multihost.hub import Door, Hub, Verdict
 from braidax.data.multihost.meeting import ProcessGroup, come_too_late
 from braidax.data.multihost.replicas import Replicas, Sums, compare, told
@@ -54,20 +54,17 @@ class Rounds:
         self._name = name
         self._hub = hub
         self._numbers = itertools.count()
-        self._coming: deque[Future[Any]] = deque()  # parts of batches whose rounds have yet to begin
+        self._coming: deque[Batch | Part] = deque()  # whose rounds have yet to begin
         self._timeout_seconds = timeout_seconds
         self._threads = Threads(1, "braidax-rounds")
         self._stop = threading.Event()
 
-    def confirm(self, local: "Future[Any]") -> Confirmation:
-        """Begins to find out whether all processes have read their part of the next batch.
-
-        **Arguments:** `local`: this process's part.
-        """
-        confirmation = Confirmation()
-        self._coming.append(local)
-        confirmation.future = self._threads.submit(self._confirm, confirmation, next(self._numbers), local)
-        return confirmation
+    def confirm(self, batches: Sequence[Batch | Part]) -> None:
+        """Begins to find out whether all processes have read their part of the next batches, for `confirmed` of each."""
+        for batch in batches:
+            batch.confirmed = Confirmation()
+        self._coming.extend(batches)
+        self._threads.run(self._confirm_each, list(batches))
 
     def check(self, batch: Any) -> None:
         """Begins to compare the replicas in the next batch, if it is its turn; raises what an earlier one showed.
@@ -108,10 +105,21 @@ class Rounds:
         finally:
             self._hub.close()
 
-    def _confirm(self, confirmation: Confirmation, number: int, local: "Future[Any]") -> None:
-        self._coming.popleft()
+    def _confirm_each(self, batches: Sequence[Batch | Part]) -> None:
+        for batch in batches:
+            confirmation = batch.confirmed
+            assert confirmation is not None, "it was made before"
+            self._coming.popleft()
+            try:
+                self._confirm(confirmation, next(self._numbers), batch)
+            except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
+                confirmation.future.set_exception(raised)
+            else:
+                confirmation.future.set_result(None)
+
+    def _confirm(self, confirmation: Confirmation, number: int, batch: Batch | Part) -> None:
         try:
-            self._await(local, confirmation)
+            self._await(batch, confirmation)
         except BaseException as error:
             told = Raised.of(error).to_text(max_characters=_MAX_CHARACTERS)
             self._hub.fail(number, self._group.process, told)
@@ -130,7 +138,8 @@ class Rounds:
 
     def _num_read(self) -> int:
         """Returns how many parts that come next this process has read already."""
-        is_read = (one.done() and not one.cancelled() and one.exception() is None for one in [*self._coming])
+        reads = (batch.local for batch in [*self._coming])
+        is_read = (read.done() and not read.cancelled() and read.exception() is None for read in reads)
         return sum(itertools.takewhile(bool, is_read))
 
     def _error(self, verdict: Verdict) -> Exception:
@@ -147,15 +156,18 @@ class Rounds:
             self._hosts.get(first, ""),
         )
 
-    def _await(self, local: "Future[Any]", confirmation: Confirmation) -> None:
+    def _await(self, batch: Batch | Part, confirmation: Confirmation) -> None:
         """Waits for this process's part, or until `close`. **Raises:** what it raised; `TimeoutError`."""
         while not self._stop.is_set():
+            read = batch.local
             try:
-                local.result(timeout=min(_SLICE_SECONDS, max(0.0, confirmation.deadline - time.monotonic())))
-                return
+                read.result(timeout=min(_SLICE_SECONDS, max(0.0, confirmation.deadline - time.monotonic())))
             except TimeoutError:
-                if local.done() or time.monotonic() >= confirmation.deadline:
+                if read.done() or time.monotonic() >= confirmation.deadline:
                     raise
+            else:
+                if batch.local is read:
+                    return
 
     def _compare(self, number: int, sums: Sums) -> None:
         name = f"{self._name}/sums-{number}"

@@ -80,6 +80,18 @@ class LeafPlan:
         """The whole of a sample."""
         return tuple((0, size) for size in self.sample_shape)
 
+    def stack(self, memory: NDArray[np.uint8], room: int) -> NDArray[Any] | None:
+        """Returns the rows of so many batches, each one read of one piece, in the memory of as many slots, `room`.
+
+        What lies at some place of a slot lies there `room` times, one behind the other.
+
+        **Returns:** `[room, rows, *sizes of the box]`; None where nothing is read.
+        """
+        if not self.rows:
+            return None
+        offset, start, stop, box = self.rows[0]
+        return np.ndarray((room, stop - start, *_sizes(box)), self.dtype, memory.data, room * offset)
+
     @functools.cached_property
     def replicates_on_device(self) -> bool:
         """Whether replicas are copied from device to device: where there are any, and not in the host's own memory."""
@@ -126,17 +138,31 @@ class LeafPlan:
             assert rows is not None, "a place covers itself"
             np.copyto(rows, batch[(slice(place.start, place.stop), *(slice(*bound) for bound in place.box))])
 
-    def slice(self, memory: NDArray[np.uint8], bounds: Bounds) -> NDArray[Any]:
-        """Returns one of `slices`, contiguous, as it stands in a slot; copies it there if it has a place of its own."""
+    def slice(self, memory: NDArray[np.uint8], bounds: Bounds, *, place: int = 0, room: int = 1) -> NDArray[Any]:
+        """Returns one of `slices`, contiguous, as it stands in a slot; copies it there if it has a place of its own.
+
+        **Arguments:** `place`, `room`: of which batch, and of how many, in memory as that of `stack`.
+        """
         stand, shape = self._shapes[bounds]
-        rows: NDArray[Any] = np.ndarray(shape, self.dtype, memory.data, stand.offset)
+        first, num_bytes = self._first
+        moved = (room - 1) * first + place * num_bytes
+        rows: NDArray[Any] = np.ndarray(shape, self.dtype, memory.data, stand.offset + moved)
         if stand.copy is None:
             return rows
         inner = bounds[self.loading.lead + 1 :]
-        own: NDArray[Any] = np.ndarray(_sizes(bounds), self.dtype, memory.data, stand.copy)
+        copy = room * stand.copy + place * aligned(_volume(bounds) * self.dtype.itemsize)
+        own: NDArray[Any] = np.ndarray(_sizes(bounds), self.dtype, memory.data, copy)
         part = [slice(begin - first, end - first) for (begin, end), (first, _) in zip(inner, stand.box, strict=True)]
         np.copyto(own, rows[(..., *part)] if part else rows)
         return own
+
+    @functools.cached_property
+    def _first(self) -> tuple[int, int]:
+        """Where the first rows begin in a slot, and their bytes."""
+        if not self.rows:
+            return 0, 0
+        offset, start, stop, box = self.rows[0]
+        return offset, (stop - start) * _volume(box) * self.dtype.itemsize
 
     @functools.cached_property
     def _shapes(self) -> Mapping[Bounds, tuple[Stand, tuple[int, ...]]]:

@@ -104,31 +104,20 @@ class LoadPlan:
         return found
 
     @functools.cached_property
-    def is_one_read(self) -> bool:
-        """Whether this process reads all rows of a batch as whole samples, in one piece of every leaf."""
-        whole = [(0, self.batch_size, leaf.whole) for leaf in self.leaves]
-        return self.form == "samples" and whole == [
-            (leaf.rows[0].start, leaf.rows[0].stop, leaf.rows[0].box) if len(leaf.rows) == 1 else None
-            for leaf in self.leaves
-        ]
+    def one_read(self) -> Reading | None:
+        """What this process reads of each batch, where one read brings it: the same rows of all leaves that it needs."""
+        if len(self._stretches) != 1 or any(len(leaf.rows) > 1 for leaf in self.leaves):
+            return None
+        (reading,) = self._stretches
+        return None if self.form == "samples" and None in reading.boxes else reading
 
-    @functools.cached_property
-    def _has_stacks(self) -> bool:
-        """Whether each leaf of several batches may lie in one piece: of each one slice is made, of its rows as read."""
-        return self.is_one_read and all(
-            [(stand.offset, stand.box, stand.copy) for stand in leaf.stands.values()]
-            == [(leaf.rows[0].offset, leaf.whole, None)]
-            for leaf in self.leaves
-        )
+    def rows_of_several(self, memory: NDArray[np.uint8], number: int, room: int) -> list[NDArray[Any] | None]:
+        """Returns where so many batches, each of `one_read`, put their rows in the memory of as many slots, `room`.
 
-    def rows_of_several(self, memory: NDArray[np.uint8], number: int, room: int) -> list[list[NDArray[Any] | None]]:
-        """Returns where so many batches, each of one read, put their rows in the memory of as many slots, `room`.
-
-        **Returns:** the leaves of each read: of all batches where their leaves may lie in one piece, else of each one.
+        **Returns:** for each leaf the rows of all batches, one batch behind the other.
         """
-        if self._has_stacks:
-            return [[stack[:number].reshape(-1, *shape) for stack, shape in self._stacks(memory, room)]]
-        return [self.rows(slot, self._stretches[0]) for slot in self._slots(memory, number)]
+        stacks = [leaf.stack(memory, room) for leaf in self.leaves]
+        return [None if stack is None else stack[:number].reshape(-1, *stack.shape[2:]) for stack in stacks]
 
     def arrays_of_several(
         self, memory: NDArray[np.uint8], number: int, room: int, *, made: Literal["each", "by a program"] = "each"
@@ -138,33 +127,17 @@ class LoadPlan:
         **Arguments:** as of `rows_of_several`. `made`: by a program that is compiled first, where that makes arrays
         quicker.
         """
-        if not self._has_stacks:
-            return [self.arrays(slot) for slot in self._slots(memory, number)]
-        stacks = [stack for stack, _ in self._stacks(memory, room)]
-        if self.placement == "host":
-            return [[stack[place] for stack in stacks] for place in range(number)]
         if made == "by a program" and self._is_split and _may_compute():
-            parts = _split(tuple(leaf.loading.sharding for leaf in self.leaves), room)(*stacks)
+            stacks = [stack for leaf in self.leaves if (stack := leaf.stack(memory, room)) is not None]
+            whole = [np.reshape(stack, (room, *leaf.shape)) for leaf, stack in zip(self.leaves, stacks, strict=True)]
+            parts = _split(tuple(leaf.loading.sharding for leaf in self.leaves), room)(*whole)
             return [list(parts[place::room]) for place in range(number)]
-        leaves = list(zip(self.leaves, stacks, strict=True))
-        return [
-            [_array_of(leaf, {next(iter(leaf.slices)): stack[place]}) for leaf, stack in leaves]
-            for place in range(number)
-        ]
+        return [[self._array(leaf, memory, place, room) for leaf in self.leaves] for place in range(number)]
 
-    def _slots(self, memory: NDArray[np.uint8], number: int) -> list[NDArray[np.uint8]]:
-        """Returns the slots of so many batches, one behind the other."""
-        return [memory[place * self.num_bytes : (place + 1) * self.num_bytes] for place in range(number)]
-
-    def _stacks(self, memory: NDArray[np.uint8], room: int) -> list[tuple[NDArray[Any], tuple[int, ...]]]:
-        """Returns each leaf of so many batches, `[room, *loading.shape]`, and the shape of a sample."""
-        return [
-            (
-                np.ndarray((room, *leaf.loading.shape), leaf.dtype, memory.data, room * leaf.rows[0].offset),
-                leaf.sample_shape,
-            )
-            for leaf in self.leaves
-        ]
+    def _array(self, leaf: LeafPlan, memory: NDArray[np.uint8], place: int = 0, room: int = 1) -> Any:
+        """Returns the load array of a leaf; on the host NumPy's. **Arguments:** as of `LeafPlan.slice`."""
+        views = {bounds: leaf.slice(memory, bounds, place=place, room=room) for bounds in leaf.slices}
+        return next(iter(views.values())) if self.placement == "host" else _array_of(leaf, views)
 
     def local_rows(self) -> NDArray[np.bool_]:
         """Returns which rows of a batch this process reads something of, `[batch_size]`."""
@@ -195,16 +168,14 @@ class LoadPlan:
 
     def arrays(self, memory: NDArray[np.uint8]) -> list[Any]:
         """Returns the filled slot as load arrays, which keep `memory` alive while they use it; on the host NumPy's."""
-        if self.placement == "host":
-            return [leaf.slice(memory, next(iter(leaf.slices))) for leaf in self.leaves]
-        small = self._small if _may_compute() else {}
+        small = self._small if self.placement == "devices" and _may_compute() else {}
         if not small:
-            return [_load_array(leaf, memory) for leaf in self.leaves]
+            return [self._array(leaf, memory) for leaf in self.leaves]
         views = [self.leaves[number].slice(memory, bounds) for number, bounds in small.items()]
         copies = _copies(tuple(self.leaves[number].loading.sharding for number in small))(*views)
         made = dict(zip(small, copies, strict=True))
         return [
-            made[number] if number in made else _load_array(leaf, memory) for number, leaf in enumerate(self.leaves)
+            made[number] if number in made else self._array(leaf, memory) for number, leaf in enumerate(self.leaves)
         ]
 
     @functools.cached_property
@@ -338,10 +309,6 @@ def _split(shardings: tuple[NamedSharding, ...], number: int) -> Callable[..., S
 
 def _same(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return arrays
-
-
-def _load_array(leaf: LeafPlan, memory: NDArray[np.uint8]) -> jax.Array:
-    return _array_of(leaf, {bounds: leaf.slice(memory, bounds) for bounds in leaf.slices})
 
 
 def _array_of(leaf: LeafPlan, views: Mapping[Bounds, NDArray[Any]]) -> jax.Array:

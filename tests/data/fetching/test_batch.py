@@ -1,6 +1,6 @@
 import pytest
 
-from braidax.data.fetching.confirmation import Confirmation
+from braidax.data.fetching.batch import Confirmation
 from braidax.errors import CallFailed, WaitTimeout
 
 
