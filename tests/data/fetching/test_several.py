@@ -134,7 +134,7 @@ def test_who_is_read_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def at_once(source: Any, batch_size: int = 8, num_begun: int = 10**4, **options: Any) -> several.Ahead:
         loader = DataLoader(source, batch_size=batch_size, **options)
-        return several.how_far(loader.source, loader._plan, loader.knobs, loader._prefetch, num_begun=num_begun)
+        return several.how_far(loader.source, loader._plan, loader.knobs, loader._prefetch, None, num_begun=num_begun)
 
     assert at_once(quick) == (8, 24)
     assert at_once(data.open(str(tmp_path / "b*.npy"))) == (8, 24)
@@ -168,7 +168,9 @@ def test_tables_are_read_several_at_once_when_all_of_them_is_there(tmp_path: Pat
     loader = DataLoader(path, batch_size=100, seed=3)
 
     def at_once() -> int:
-        return several.how_far(loader.source, loader._plan, loader.knobs, loader._prefetch, num_begun=10**4).at_once
+        return several.how_far(
+            loader.source, loader._plan, loader.knobs, loader._prefetch, None, num_begun=10**4
+        ).at_once
 
     assert at_once() == before
     found = [{name: np.asarray(leaf) for name, leaf in batch.items()} for batch in loader]

@@ -122,7 +122,10 @@ def cases(draw: st.DrawFn) -> Case:
         dtype = draw(st.sampled_from(["uint8", "int32", "float32", "bool", "float16"]))
         leaves.append(LeafCase(tuple(sizes), dtype, entries, mesh))
     remainder = draw(st.sampled_from(["drop", "pad"]))
-    num_samples = batch_size * 2 + (draw(st.integers(0, batch_size - 1)) if remainder == "pad" else 0)
+    at_hand = draw(st.booleans())
+    num_samples = batch_size * (6 if at_hand else 2) + (
+        draw(st.integers(0, batch_size - 1)) if remainder == "pad" else 0
+    )
     return Case(
         drawn,
         tuple(leaves),
@@ -134,6 +137,7 @@ def cases(draw: st.DrawFn) -> Case:
         remainder,
         draw(st.sampled_from([1, 1, 1 << 16])),
         draw(st.sampled_from([0, 0, 1 << 26])),
+        at_hand,
     )
 
 

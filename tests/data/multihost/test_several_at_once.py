@@ -13,7 +13,6 @@ from braidax.data.formats.arrays.arrays import ArraySource, from_arrays
 from braidax.data.knobs import Knobs
 from braidax.data.loader import DataLoader
 from braidax.data.multihost.hub import Hub
-from braidax.data.sampling.order import Cursor
 from braidax.errors import BraidaxError
 from braidax.gang import LocalGang
 from tests.support.data.jax_gang import RUN_SECONDS, jax_gang
@@ -34,14 +33,14 @@ def gang() -> Iterator[LocalGang]:
 
 
 def shardings(form: str) -> dict[str, NamedSharding]:
-    """`data`: rows over all devices. `cut`: each process has half of each sample. `stages`: a leaf on each process."""
+    """`data`: rows over all devices. `cut`: each has a quarter of each sample. `stages`: a leaf on each process."""
     devices = np.array(jax.devices())
     if form == "stages":
         halves = [Mesh(devices[:2], ("data",)), Mesh(devices[2:], ("data",))]
         return {name: NamedSharding(mesh, P("data")) for name, mesh in zip("xy", halves, strict=True)}
     if form == "cut":
-        mesh = Mesh(devices.reshape(2, 2), ("seq", "data"))
-        return {"x": NamedSharding(mesh, P("data", "seq")), "y": NamedSharding(mesh, P("data"))}
+        mesh = Mesh(devices, ("seq",))
+        return {"x": NamedSharding(mesh, P(None, "seq")), "y": NamedSharding(mesh, P())}
     mesh = Mesh(devices, ("data",))
     return dict.fromkeys("xy", NamedSharding(mesh, P("data" if form == "data" else None)))
 

@@ -67,6 +67,7 @@ class Case:
     remainder: Any = "drop"
     small_bytes: int = 1  # so that leaves need not be large to be cut
     again_bytes: int = 0  # so that nothing is read again because it was seen to be quicker
+    at_hand: bool = False  # so that several batches are read at once
 
     def shardings(self) -> dict[str, NamedSharding]:
         """Returns the shardings by leaf."""
@@ -87,15 +88,18 @@ class Case:
             f"leaf{number}": jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
             for number, leaf in enumerate(self.leaves)
         }
-        return (CountingSliced if self.cuts else Counting)(spec, self.num_samples)
+        return (CountingSliced if self.cuts else Counting)(spec, self.num_samples, at_hand=self.at_hand)
 
 
 class Counting(Source):
     """Samples whose numbers tell record, leaf and place; counts the bytes of each leaf and the records read."""
 
-    def __init__(self, spec: dict[str, jax.ShapeDtypeStruct], num_samples: int) -> None:
+    is_at_hand = False
+
+    def __init__(self, spec: dict[str, jax.ShapeDtypeStruct], num_samples: int, *, at_hand: bool = False) -> None:
         self._spec = spec
         self._num_samples = num_samples
+        self.is_at_hand = at_hand
         self._lock = threading.Lock()
         self.forget()
 

@@ -7,7 +7,6 @@ The late one may still write into the batch's slot: so the slot is left to it, a
 
 import contextlib
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from braidax.data.fetching.batch import Batch, Part, Read, Rows
 from braidax.data.fetching.slots import Slots
 from braidax.data.sharding.leaf_plan import Bounds
-from braidax.data.sharding.load_plan import LoadPlan, Reading
+from braidax.data.sharding.load_plan import LoadPlan
 from braidax.data.source import Source, is_at_hand, prepare, prepare_slices, read_samples, read_slices
 from braidax.data.workers.threads import Threads, timed_out
 from braidax.errors import WaitTimeout
@@ -201,20 +200,20 @@ class Fetch:
 
     def _read_several(self, source: Source, indices: NDArray[np.int64], number: int) -> list[Any]:
         """Returns the load arrays of each batch."""
-        slots = self._wide
+        slots, plan = self._wide, self._plan.at_once
         if slots is None or slots[0] < number:
-            slots = self._wide = number, Slots(number * self._plan.num_bytes, keep=_WIDE_SLOTS)
-        room, memory, reading = slots[0], slots[1].take(), self._plan.one_read
-        assert reading is not None, "else none are read at once"
+            slots = self._wide = number, Slots(number * plan.num_bytes, keep=_WIDE_SLOTS)
+        room, memory = slots[0], slots[1].take()
         with self._trace.active():
-            rows = self._plan.rows_of_several(memory, number, room)
-            with span("read", num_bytes=sum(leaf.nbytes for leaf in rows if leaf is not None)):
-                wanted = indices.reshape(number, -1)[:, reading.start : reading.stop].reshape(-1)
-                self._read(source, wanted, reading.boxes, rows)
-            with span("host-to-device", num_bytes=number * self._plan.num_bytes):
+            rows = plan.rows_of_several(memory, number, room)
+            num_bytes = sum(leaf.nbytes for _, leaves in rows for leaf in leaves if leaf is not None)
+            with span("read", num_bytes=num_bytes):
+                for (start, stop, boxes), leaves in rows:
+                    self._read(source, indices.reshape(number, -1)[:, start:stop].reshape(-1), boxes, leaves)
+            with span("host-to-device", num_bytes=number * plan.num_bytes):
                 self._num_wide += 1
                 made = "by a program" if self._num_wide > _PROGRAM_READS else "each"
-                return self._plan.arrays_of_several(memory, number, room, made=made)
+                return plan.arrays_of_several(memory, number, room, made=made)
 
     def _hedge(self, batch: Batch) -> None:
         late = time.monotonic() - self._pace.hedge_seconds

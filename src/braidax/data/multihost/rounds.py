@@ -60,7 +60,7 @@ class Rounds:
         self._stop = threading.Event()
 
     def confirm(self, batches: Sequence[Batch | Part]) -> None:
-        """Begins to find out whether all processes have read their part of the next batches, for `confirmed` of each."""
+        """Begins to find out whether all processes have read their part of the next batches: `confirmed` of each."""
         for batch in batches:
             batch.confirmed = Confirmation()
         self._coming.extend(batches)

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jax.sharding import NamedSharding
@@ -80,17 +80,23 @@ class LeafPlan:
         """The whole of a sample."""
         return tuple((0, size) for size in self.sample_shape)
 
-    def stack(self, memory: NDArray[np.uint8], room: int) -> NDArray[Any] | None:
-        """Returns the rows of so many batches, each one read of one piece, in the memory of as many slots, `room`.
+    @functools.cached_property
+    def is_stackable(self) -> bool:
+        """Whether each slice stands in one stretch of rows, which those of other batches may follow."""
+        return all(
+            first <= stand.offset and stand.offset + math.prod(shape) * self.dtype.itemsize <= first + num_bytes
+            for stand, shape, first, num_bytes in self._shapes.values()
+        )
+
+    def stack(self, memory: NDArray[np.uint8], rows: Place, room: int) -> NDArray[Any]:
+        """Returns a stretch of rows of so many batches, in the memory of as many slots, `room`.
 
         What lies at some place of a slot lies there `room` times, one behind the other.
 
-        **Returns:** `[room, rows, *sizes of the box]`; None where nothing is read.
+        **Arguments:** `rows`: one of `rows`. **Returns:** `[room, rows, *sizes of the box]`.
         """
-        if not self.rows:
-            return None
-        offset, start, stop, box = self.rows[0]
-        return np.ndarray((room, stop - start, *_sizes(box)), self.dtype, memory.data, room * offset)
+        shape = (room, rows.stop - rows.start, *_sizes(rows.box))
+        return np.ndarray(shape, self.dtype, memory.data, room * rows.offset)
 
     @functools.cached_property
     def replicates_on_device(self) -> bool:
@@ -143,8 +149,7 @@ class LeafPlan:
 
         **Arguments:** `place`, `room`: of which batch, and of how many, in memory as that of `stack`.
         """
-        stand, shape = self._shapes[bounds]
-        first, num_bytes = self._first
+        stand, shape, first, num_bytes = self._shapes[bounds]
         moved = (room - 1) * first + place * num_bytes
         rows: NDArray[Any] = np.ndarray(shape, self.dtype, memory.data, stand.offset + moved)
         if stand.copy is None:
@@ -157,29 +162,28 @@ class LeafPlan:
         return own
 
     @functools.cached_property
-    def _first(self) -> tuple[int, int]:
-        """Where the first rows begin in a slot, and their bytes."""
-        if not self.rows:
-            return 0, 0
-        offset, start, stop, box = self.rows[0]
-        return offset, (stop - start) * _volume(box) * self.dtype.itemsize
-
-    @functools.cached_property
-    def _shapes(self) -> Mapping[Bounds, tuple[Stand, tuple[int, ...]]]:
-        """Where each slice stands, and in which shape."""
+    def _shapes(self) -> Mapping[Bounds, tuple[Stand, tuple[int, ...], int, int]]:
+        """Where each slice stands, in which shape, where the rows begin in which it stands, and their bytes."""
         num_outer = self.loading.lead + 1
-        return {
-            bounds: (stand, (*_sizes(bounds[:num_outer]), *_sizes(stand.box))) for bounds, stand in self.stands.items()
-        }
+        found: dict[Bounds, tuple[Stand, tuple[int, ...], int, int]] = {}
+        for bounds, stand in self.stands.items():
+            shape = (*_sizes(bounds[:num_outer]), *_sizes(stand.box))
+            before = [rows for rows in self.rows if rows.box == stand.box and rows.offset <= stand.offset]
+            first, start, stop, box = before[-1] if before else Place(0, 0, 0, stand.box)
+            found[bounds] = stand, shape, first, (stop - start) * _volume(box) * self.dtype.itemsize
+        return found
 
 
 class Layout:
     """Finds the places of one leaf in a slot, from byte `offset` on.
 
-    **Arguments:** `depth`: along how many dims of a sample parts can be read.
+    **Arguments:** `depth`: along how many dims of a sample parts can be read. `boxes`: whether neighbors are read as
+    one, or, where only the first dim of a sample is cut, each to where it stands.
     """
 
-    def __init__(self, target: Target, loading: Loading, depth: int, offset: int) -> None:
+    def __init__(
+        self, target: Target, loading: Loading, depth: int, offset: int, *, boxes: Literal["joined", "apart"] = "joined"
+    ) -> None:
         self._target = target
         self._loading = loading
         self._dtype = np.dtype(target.spec.dtype)
@@ -190,6 +194,7 @@ class Layout:
         self._slices = local_slices(loading.sharding, loading.shape)
         self._sample = tuple(target.spec.shape)[loading.lead + 1 :]
         self._depth = depth
+        self._is_joined = boxes == "joined"
 
     def leaf(self) -> LeafPlan:
         """Returns the plan of the leaf, and moves `offset` behind it."""
@@ -224,7 +229,8 @@ class Layout:
         )
         hull = hull[: self._depth] + whole[self._depth :]
         cut = {part[: self._depth] + whole[self._depth :] for part in inner}
-        boxes = [hull] if sum(map(_volume, cut)) == _volume(hull) else sorted(cut)
+        is_joined = self._is_joined or any(part[1:] != whole[1:] for part in cut)
+        boxes = [hull] if is_joined and sum(map(_volume, cut)) == _volume(hull) else sorted(cut)
         return [(box, [part for part in inner if _contains(box, part)]) for box in boxes]
 
     def _stretch(self, outer: Bounds, box: Bounds) -> int:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
-from braidax.data.sharding.leaf_plan import Bounds, Layout, LeafPlan, key_of
+from braidax.data.sharding.leaf_plan import Bounds, Layout, LeafPlan, Place, key_of
 from braidax.data.sharding.load_sharding import (
     CHEAP,
     SMALL,
@@ -104,20 +104,54 @@ class LoadPlan:
         return found
 
     @functools.cached_property
-    def one_read(self) -> Reading | None:
-        """What this process reads of each batch, where one read brings it: the same rows of all leaves that it needs."""
-        if len(self._stretches) != 1 or any(len(leaf.rows) > 1 for leaf in self.leaves):
-            return None
-        (reading,) = self._stretches
-        return None if self.form == "samples" and None in reading.boxes else reading
+    def at_once(self) -> "LoadPlan":
+        """The plan by which several batches are read at once: each slice to where it stands, which is more reads.
 
-    def rows_of_several(self, memory: NDArray[np.uint8], number: int, room: int) -> list[NDArray[Any] | None]:
-        """Returns where so many batches, each of `one_read`, put their rows in the memory of as many slots, `room`.
-
-        **Returns:** for each leaf the rows of all batches, one batch behind the other.
+        Of several batches these cost less than to copy what was read with its neighbors.
         """
-        stacks = [leaf.stack(memory, room) for leaf in self.leaves]
-        return [None if stack is None else stack[:number].reshape(-1, *stack.shape[2:]) for stack in stacks]
+        if self.form == "samples" or self.cut_dims is None:
+            return self
+        offset, leaves = 0, list[LeafPlan]()
+        for leaf, depth in zip(self.leaves, self.cut_dims, strict=True):
+            target = Target(leaf.path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaf.sharding)
+            layout = Layout(target, leaf.loading, depth, offset, boxes="apart")
+            leaves.append(layout.leaf())
+            offset = layout.offset
+        return replace(self, leaves=tuple(leaves), num_bytes=offset)
+
+    @functools.cached_property
+    def stacks(self) -> Sequence[tuple[Reading, Sequence[Place | None]]]:
+        """What is read of each of several batches, and where to: of each leaf to one stretch of rows, or nowhere.
+
+        Empty where several may not be read at once, because of some leaf more or less than one stretch is read.
+        """
+        found: list[tuple[Reading, list[Place | None]]] = []
+        for start, stop, boxes in self._stretches:
+            places = [
+                next((rows for rows in leaf.rows if rows[1:] == (start, stop, box)), None)
+                for leaf, box in zip(self.leaves, boxes, strict=True)
+            ]
+            is_whole = all((place is None) == (box is None) for place, box in zip(places, boxes, strict=True))
+            if not is_whole or (self.form == "samples" and None in boxes):
+                return []
+            found.append((Reading(start, stop, boxes), places))
+        return found if all(leaf.is_stackable for leaf in self.leaves) else []
+
+    def rows_of_several(
+        self, memory: NDArray[np.uint8], number: int, room: int
+    ) -> list[tuple[Reading, list[NDArray[Any] | None]]]:
+        """Returns where so many batches put their rows, as `stacks` says, in the memory of as many slots, `room`.
+
+        **Returns:** for each read the rows of each leaf, one batch behind the other.
+        """
+        found: list[tuple[Reading, list[NDArray[Any] | None]]] = []
+        for reading, places in self.stacks:
+            rows = [
+                None if place is None else leaf.stack(memory, place, room)[:number]
+                for leaf, place in zip(self.leaves, places, strict=True)
+            ]
+            found.append((reading, [None if one is None else one.reshape(-1, *one.shape[2:]) for one in rows]))
+        return found
 
     def arrays_of_several(
         self, memory: NDArray[np.uint8], number: int, room: int, *, made: Literal["each", "by a program"] = "each"
@@ -128,9 +162,8 @@ class LoadPlan:
         quicker.
         """
         if made == "by a program" and self._is_split and _may_compute():
-            stacks = [stack for leaf in self.leaves if (stack := leaf.stack(memory, room)) is not None]
-            whole = [np.reshape(stack, (room, *leaf.shape)) for leaf, stack in zip(self.leaves, stacks, strict=True)]
-            parts = _split(tuple(leaf.loading.sharding for leaf in self.leaves), room)(*whole)
+            stacks = [leaf.stack(memory, leaf.rows[0], room).reshape(room, *leaf.shape) for leaf in self.leaves]
+            parts = _split(tuple(leaf.loading.sharding for leaf in self.leaves), room)(*stacks)
             return [list(parts[place::room]) for place in range(number)]
         return [[self._array(leaf, memory, place, room) for leaf in self.leaves] for place in range(number)]
 
