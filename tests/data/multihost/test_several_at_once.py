@@ -96,6 +96,7 @@ def gone_through(comm: Any, form: str, alone: int | None) -> dict[str, Any]:
                     jax.block_until_ready(step(batch))  # which waits for the other process
                 if number == num_taken:
                     break
+        found["copied"] = sum(len(leaf.copies) for leaf in loader._plan.at_once.leaves)
         return {**found, "most": max(reads, default=0), "num_messages": len(messages)}
 
 
@@ -111,6 +112,7 @@ def test_batches_are_those_of_numpy(gang: LocalGang, form: str) -> None:
         assert answer["cursors"][TAKEN] == (5, 0, (TAKEN + 1) * BATCH_SIZE)
         assert answer["most"] == 8 * each
         assert answer["num_messages"] <= 30  # of 84 batches
+        assert form != "cut" or not answer["copied"]
 
 
 @pytest.mark.parametrize("alone", [0, 1])
@@ -121,11 +123,11 @@ def test_a_process_may_read_one_by_one_beside_others(gang: LocalGang, alone: int
     assert told[0]["cursors"] == told[1]["cursors"]
 
 
-def failing(comm: Any, row: int) -> tuple[str, str, int]:
-    """Returns what was raised, and after how many batches, where a record of the 21st cannot be read."""
+def failing(comm: Any, number: int, row: int) -> tuple[str, str, int]:
+    """Returns what was raised, and after how many batches, where a record of one cannot be read."""
     values = np.zeros((NUM_SAMPLES, 16), np.int64)
     loader = DataLoader(from_arrays({"x": values}), None, shardings("data")["x"], batch_size=BATCH_SIZE)
-    values[loader.peek(21)[20][row]] = 2**40
+    values[loader.peek(number + 1)[number][row]] = 2**40
     got = 0
     try:
         for _ in loader:
@@ -137,11 +139,11 @@ def failing(comm: Any, row: int) -> tuple[str, str, int]:
     return "", "", got
 
 
-@pytest.mark.parametrize("row", [0, 23])
-def test_an_error_is_raised_on_all_at_its_batch(gang: LocalGang, row: int) -> None:
-    told = gang.run(failing, row, timeout_seconds=RUN_SECONDS)
+@pytest.mark.parametrize(("number", "row"), [(20, 0), (20, 23), (1, 0), (1, 23)])  # amid those read at once, and first
+def test_an_error_is_raised_on_all_at_its_batch(gang: LocalGang, number: int, row: int) -> None:
+    told = gang.run(failing, number, row, timeout_seconds=RUN_SECONDS)
     reader = row // 12
-    assert [got for _, _, got in told] == [20, 20]
+    assert [got for _, _, got in told] == [number, number]
     assert told[reader][0] == "RecordError"
     assert "leaf 'x' holds 1099511627776" in told[reader][1]
     assert told[1 - reader][0] == "CallFailed"
