@@ -49,7 +49,8 @@ def test_it_prints_a_table(found: Found) -> None:
 def test_stages_and_rows_are_candidates_of_a_loss_that_has_a_use_for_them() -> None:
     model, optimizer = MODELS["dlrm"], optax.sgd(1e-3)
     given = {"init": model.init, "batch": specs(model.batch(0))}
-    work = workload(finding._alone(model.loss, optimizer, given, 1), model.loss, optimizer, given)  # pyright: ignore[reportPrivateUsage]
+    alone = finding._made(model.loss, optimizer, given, jax.devices()[:1])  # pyright: ignore[reportPrivateUsage]
+    work = workload(alone, model.loss, optimizer, given)
     assert work.offered.most_stages > 2
     assert work.table_bytes > work.row_bytes > 0
     cluster = Cluster(2, 1e9, Link(1e8, 1e-5), memory_bytes=1 << 30)

@@ -40,7 +40,7 @@ def one(sizes: tuple[int, ...], kinds: tuple[int, ...], microbatches: int = 1) -
     [
         ((1, 1), (UNUSED, UNUSED), 1, 8.0, 3200 + 6400, 0),
         ((4, 1), (DATA, UNUSED), 1, 2 + 12 + 1, 3200 + 1600, 1200),
-        ((4, 1), (FULLY_SHARDED, UNUSED), 2, 2 + 36 + 3, 800 + 800, 3600),
+        ((4, 1), (FULLY_SHARDED, UNUSED), 2, 2 + 36 + 3, 800 + 800 + 600, 3600),
         ((1, 4), (UNUSED, ROTATED), 1, 2 + 18 + 4.5, 800 + 1600, 1800),
         ((1, 4), (UNUSED, TENSOR), 1, 2 + 2.4 + 2, 800 + 1600, 240),
         ((2, 2), (DATA, FULLY_SHARDED), 1, 2 + 4 + 1 + 12 + 1.5, 1600 + 1600, 400 + 1200),
@@ -68,8 +68,8 @@ STAGED = WORK._replace(cut_bytes=160, most_stages=8)
     ("sizes", "kinds", "microbatches", "seconds", "memory", "sent"),
     [
         # half of the variables all-reduced, of the other half rows of 10 bytes a device there and back
-        ((4, 1), (HYBRID, UNUSED), 1, 2 + (600 + 15) / 100 + 2, 1600 + 300 + 1600, 615),
-        ((2, 2), (HYBRID, TENSOR), 1, 2 + 2.2 + 2 + 0.8 + 2, 800 + 600 + 1600, 220 + 80),
+        ((4, 1), (HYBRID, UNUSED), 1, 2 + (600 + 15) / 100 + 2, 1600 + 300 + 40 + 1600, 615),
+        ((2, 2), (HYBRID, TENSOR), 1, 2 + 2.2 + 2 + 0.8 + 2, 800 + 600 + 80 + 1600, 220 + 80),
         # five microbatches' time for two of them; twice 80 bytes over each of three borders, there and back
         ((4, 1), (ONE_EACH, UNUSED), 2, 2 * 5 / 2 + 2 * 3 * (0.8 + 0.5), 800 + 3200 / 4 * 2, 2 * 160 * 3 / 4),
         ((4, 1), (HALVED, UNUSED), 8, 2 * 9 / 8 + 8 * 2 * 0.5 + 2.4, 800 + 800, 240),
@@ -83,6 +83,35 @@ def test_tables_by_rows_and_stages_by_hand(
     work = TABLES if HYBRID in kinds else STAGED
     found = predict(one(sizes, kinds, microbatches), work, Cluster(math.prod(sizes), 1e9, LINK))
     assert [column[0] for column in found] == pytest.approx([seconds, memory, sent])
+
+
+@pytest.mark.parametrize(
+    ("kind", "microbatches", "memory"),
+    [
+        (DATA, 1, 3200 + 800),  # gradients before they are summed
+        (DATA, 2, 3200 + 800 + 400 + 50),  # what they are added up in, and those of tables
+        (FULLY_SHARDED, 1, 800 + 800 + 400 * 0.75),  # what is gathered, and gradients of products
+    ],
+)
+def test_what_collectives_read_counts_where_activations_are_fewer(kind: int, microbatches: int, memory: float) -> None:
+    work = WORK._replace(activation_bytes=400, table_bytes=400)
+    found = predict(one((4, 1), (kind, UNUSED), microbatches), work, Cluster(4, 1e9, LINK))
+    assert found.memory_bytes[0] == pytest.approx(memory)
+
+
+def test_what_is_not_sharded_is_whole_on_each_device() -> None:
+    work = WORK._replace(activation_bytes=400, gathered=((4, 0.5),))
+    found = predict(one((4, 1), (FULLY_SHARDED, UNUSED)), work, Cluster(4, 1e9, LINK))
+    assert found.memory_bytes[0] == pytest.approx(3200 * (0.5 / 4 + 0.5) + 400 + 0.5 * (800 + 600))
+
+
+@pytest.mark.parametrize(
+    ("kind", "microbatches", "programs"), [(DATA, 2, 2), (ONE_EACH, 2, 5), (HALVED, 2, 7), (INTERLEAVED, 4, 17)]
+)
+def test_programs_take_their_time_besides(kind: int, microbatches: int, programs: int) -> None:
+    many = one((4, 1), (kind, UNUSED), microbatches)
+    found = [predict(many, STAGED, Cluster(4, 1e9, LINK, program_seconds=one)).seconds[0] for one in (0.0, 0.25)]
+    assert found[1] - found[0] == pytest.approx(0.25 * programs)
 
 
 def test_roles_that_a_loss_has_no_use_for_are_not_offered() -> None:

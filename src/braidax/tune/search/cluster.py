@@ -15,6 +15,7 @@ class Cluster:
     **Arguments:** `devices`: how many. `flops_per_second`: of one, in products of matrices. `inside`: the link between
     devices of a host. `between`: that of one device to another host; None: as `inside`. `devices_per_host`: None: all.
     `memory_bytes`: of a device, if that limits. `step_seconds`: that a step takes besides, each microbatch.
+    `program_seconds`: that each program takes besides which all devices run: to be dispatched to them, and to meet.
 
     **Raises:** `ArgumentError` for what is no such number.
     """
@@ -26,14 +27,16 @@ class Cluster:
     devices_per_host: int | None = None
     memory_bytes: int | None = None
     step_seconds: float = 0.0
+    program_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("devices", "flops_per_second", "devices_per_host", "memory_bytes"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ArgumentError(f"{name}={value}: expected a positive number, such as 8")
-        if self.step_seconds < 0:
-            raise ArgumentError(f"step_seconds={self.step_seconds}: expected 0 or more, such as 1e-3")
+        for name in ("step_seconds", "program_seconds"):
+            if getattr(self, name) < 0:
+                raise ArgumentError(f"{name}={getattr(self, name)}: expected 0 or more, such as 1e-3")
 
     def to_json(self) -> str:
         """Returns the figures as one JSON object."""

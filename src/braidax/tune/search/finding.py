@@ -1,5 +1,6 @@
 """The search for a mesh and strategies, of a loss as it is written for one device."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +18,11 @@ from braidax.parallel.plan.planned.stages import PlannedPipeline
 from braidax.parallel.plan.text import table
 from braidax.tune.control.comparing import compare
 
-from .candidates import candidates
+from .candidates import Candidates, candidates
 from .cluster import Cluster
+from .predicting import NUM_PROGRAMS, predict
 from .ranking import Ranked, rank
+from .roles import DATA
 from .workload import Workload, workload
 
 AnyStep = Step | PipelinedStep
@@ -116,15 +119,14 @@ def search(
 ) -> Found:
     """Does what `plan` says. **Arguments:** as of that; `given`: `init`, and `batch` as specs."""
     tell("compiling for one device")
-    alone = _alone(loss_fn, optimizer, given, 1)
+    alone = _made(loss_fn, optimizer, given, jax.devices()[:1])
     used = [*(jax.devices() if devices is None else devices)]
     is_here, count = cluster is None, len(used) if cluster is None else cluster.devices
     work = workload(alone, loss_fn, optimizer, given, devices=count)
     num_samples = jax.tree.leaves(given["batch"])[0].shape[0]
     if cluster is None:
         tell("measuring what the devices compute and send")
-        pieces = next((count for count in (4, 2) if num_samples % count == 0), 1)
-        cluster = _here(alone, _alone(loss_fn, optimizer, given, pieces), pieces, work, given["batch"], used)
+        cluster = _here(functools.partial(_made, loss_fn, optimizer, given), alone, work, given["batch"], used)
     if memory_bytes is not None:
         cluster = replace(cluster, memory_bytes=memory_bytes)
     ranked = rank(candidates(cluster.devices, num_samples, offered=work.offered), work, cluster)
@@ -143,21 +145,35 @@ def search(
     return Found(ranked, tuple(tried), tried[0].at)
 
 
-def _alone(
-    loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation, given: dict[str, Any], pieces: int
+def _made(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    given: dict[str, Any],
+    devices: Sequence[Any],
+    pieces: int = 1,
 ) -> Step:
-    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    """Returns the data-parallel step of some devices."""
+    mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
     return parallelize(loss_fn, optimizer, mesh, {"data": DataParallel()}, microbatches=pieces, **given)
 
 
-def _here(alone: Step, cut: Step, pieces: int, work: Workload, batch: Any, devices: Sequence[Any]) -> Cluster:
-    """Measures the devices that are here: links, and the rate at which one computes this loss beside all others."""
-    all_of_them = measure_machine(jax.make_mesh((len(devices),), ("data",), devices=devices))
-    one = measure_machine(alone.mesh)
-    seconds, longer = map(statistics.median, _seconds([alone, cut], batch))
+def _here(
+    made: Callable[[Sequence[Any], int], Step], alone: Step, work: Workload, batch: Any, devices: Sequence[Any]
+) -> Cluster:
+    """Measures the devices that are here: links, the rate at which one computes this loss beside all others, and what a
+    microbatch, and a program of all of them, takes besides: a data-parallel step takes as long as is predicted."""
+    num_samples, count = jax.tree.leaves(batch)[0].shape[0], len(devices)
+    pieces = next((some for some in (4, 2) if num_samples % some == 0), 1)
+    all_of_them, one = measure_machine(jax.make_mesh((count,), ("data",), devices=devices)), measure_machine(alone.mesh)
+    spread = [made(devices, 1)] if count > 1 and num_samples % count == 0 else []
+    seconds, longer, *found = map(statistics.median, _seconds([alone, made(devices[:1], pieces), *spread], batch))
     each = max(0.0, longer - seconds) / max(1, pieces - 1)
     rate = work.flops / seconds * all_of_them.flops_per_second / one.flops_per_second
-    return Cluster(len(devices), max(rate, 1.0), all_of_them.collective("data"), step_seconds=each)
+    cluster = Cluster(count, max(rate, 1.0), all_of_them.collective("data"), step_seconds=each)
+    if not found:
+        return cluster
+    expected = predict(Candidates(np.array([[count]]), np.array([[DATA]]), np.array([1]), ("data",)), work, cluster)
+    return replace(cluster, program_seconds=max(0.0, found[0] - float(expected.seconds[0])) / NUM_PROGRAMS)
 
 
 def _compiled(

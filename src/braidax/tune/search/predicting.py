@@ -1,5 +1,6 @@
 """The model: seconds of a step, and bytes that a device holds and sends, of many candidates at once."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +10,9 @@ from .cluster import Cluster
 from .roles import FULLY_SHARDED, HALVED, HYBRID, INTERLEAVED, ROTATED, STAGES, TENSOR
 from .splitting import Splits, along
 from .workload import Workload
+
+NUM_PROGRAMS = 2.0
+"""Of a step without stages: gradients, and apply."""
 
 
 class Predicted(NamedTuple):
@@ -51,7 +55,8 @@ def predict(many: Candidates, work: Workload, cluster: Cluster) -> Predicted:
         sent += here
         inner = inner * size
     longer = (many.microbatches + fill) / many.microbatches
-    seconds = computing * longer + exposed + cluster.step_seconds * (many.microbatches + fill)
+    besides = cluster.step_seconds * (many.microbatches + fill) + cluster.program_seconds * _num_programs(many)
+    seconds = computing * longer + exposed + besides
     return Predicted(seconds, _memory(many, work, laid), sent)
 
 
@@ -59,7 +64,7 @@ class _Laid(NamedTuple):
     """How candidates divide variables. **Fields:** of each the `sizes` of its axes; among how many `parts` samples are
     divided, and variables by rings and gathering (`moved`), by rows, by stages; `tensor`: among how many devices
     products divide variables, activations and flops; bytes of `tables` by rows; the part `gradients` of all others that
-    have one.
+    have one, and the part of them that is `gathered` where it is used.
     """
 
     sizes: Any
@@ -70,6 +75,7 @@ class _Laid(NamedTuple):
     stages: Any
     tables: Any
     gradients: float
+    gathered: Any
 
 
 def _laid_out(many: Candidates, work: Workload) -> _Laid:
@@ -78,7 +84,14 @@ def _laid_out(many: Candidates, work: Workload) -> _Laid:
     tensor, moved, by_rows, stages = (np.where(one, sizes, 1).prod(1) for one in roles)
     gradients = 1 - work.frozen_bytes / work.variable_bytes if work.variable_bytes else 0.0
     tables, parts = np.where(by_rows > 1, work.table_bytes, 0.0), sizes.prod(1) / tensor / stages
-    return _Laid(sizes, parts, _divided(work, tensor), moved, by_rows, stages, tables, gradients)
+    gathered = _by_size(work.gathered, moved)
+    return _Laid(sizes, parts, _divided(work, tensor), moved, by_rows, stages, tables, gradients, gathered)
+
+
+def _by_size(known: Sequence[tuple[int, float]], sizes: Any) -> Any:
+    """Returns a part that is known by the size of an axis: all where it is not known, none on one device."""
+    every, at = np.unique(sizes.astype(int), return_inverse=True)
+    return np.array([dict(known).get(int(size), 1.0) if size > 1 else 0.0 for size in every])[at]
 
 
 def _divided(work: Workload, size: Any) -> Splits:
@@ -111,21 +124,40 @@ def _sent(many: Candidates, work: Workload, laid: _Laid, axis: int) -> tuple[Any
 
 
 def _memory(many: Candidates, work: Workload, laid: _Laid) -> Any:
-    """Returns the bytes that a device holds. Tables by rows have no gradient of their size."""
+    """Returns the bytes that a device holds at the peak, in the gradients' program.
+
+    Variables, their gradients and what the optimizer keeps are there all the time; tables by rows have no gradient of
+    their size. Beside them lies whichever is more: the activations, or what collectives read while they write, which
+    is gradients before they are summed, and what is gathered. Microbatches add gradients up beside activations. Rows of
+    tables are there as they come, as they are used, and both ways again as gradients.
+    """
     share = laid.tables / work.variable_bytes if work.variable_bytes else 0.0
-    kept = (work.variable_bytes - laid.tables) * (1 + laid.gradients) + work.state_bytes * (1 - share)
-    tables = laid.tables + work.state_bytes * share
-    activations = work.activation_bytes / laid.parts / laid.tensor.activations / many.microbatches
-    of_stage = (
-        kept / laid.tensor.variables / laid.moved + tables / laid.by_rows + activations * _in_flight(many, laid.stages)
-    )
-    return of_stage / laid.stages
+    own = (work.variable_bytes - laid.tables) / laid.tensor.variables
+    given, pieces = own * laid.gradients, many.microbatches
+    part = 1 - laid.gathered + laid.gathered / laid.moved
+    kept = (own + given + work.state_bytes * (1 - share) / laid.tensor.variables) * part
+    tables = (laid.tables + work.state_bytes * share) / laid.by_rows
+    rows = np.where(laid.by_rows > 1, 4 * work.row_bytes / laid.parts, 0.0)
+    activations = work.activation_bytes / laid.parts / laid.tensor.activations / pieces * _in_flight(many, laid.stages)
+    in_tables = np.minimum((work.table_bytes - laid.tables) / laid.tensor.variables, own)
+    adds = (pieces > 1) & (laid.parts > 1) & (laid.stages == 1)  # stages add up in place
+    added = np.where(adds, given * part + in_tables * laid.gradients, 0.0)
+    gathered = laid.gathered * (own + (own - in_tables) * laid.gradients * (1 - 1 / laid.moved))
+    summed = np.where(laid.parts > 1, given * (1 - laid.gathered), 0.0) + gathered
+    return (kept + tables + rows + np.maximum(activations + added, summed)) / laid.stages
 
 
 def _bubble(many: Candidates, stages: Any) -> Any:
     """Returns for how many microbatches' time a stage has nothing to do, while others are filled and drained."""
     interleaved, halved = ((many.kinds == one).any(1) for one in (INTERLEAVED, HALVED))
     return (stages - 1) / np.select([interleaved, halved], [2.0, 3.0], 1.0)
+
+
+def _num_programs(many: Candidates) -> Any:
+    """Returns how many programs a step has, each on all devices, of which several may share one: gradients and apply.
+    Stages run each microbatch forward and backward, where they interleave twice as often, and apply once."""
+    interleaved, halved, cut = ((np.isin(many.kinds, one)).any(1) for one in (INTERLEAVED, HALVED, STAGES))
+    return np.where(cut, many.microbatches * np.select([interleaved, halved], [4.0, 3.0], 2.0) + 1, NUM_PROGRAMS)
 
 
 def _in_flight(many: Candidates, stages: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from braidax.parallel import Split, TensorParallel
+from braidax.parallel import FullySharded, Gathered, Split, TensorParallel
 from braidax.parallel.plan.costs.between import between_of
 from braidax.parallel.plan.layout import Axis, Layout
 from braidax.parallel.plan.model import Model
@@ -53,6 +53,18 @@ def splits_of(model: Model, *, flops: float, activation_bytes: float, sizes: Seq
                 2 * sum(kept[root].summed for root in roots),
             )
         )
+    return tuple(found)
+
+
+def gathered_of(model: Model, sizes: Sequence[int]) -> tuple[tuple[int, float], ...]:
+    """Returns which part of the bytes of variables `FullySharded` splits along axes of some sizes: what is small, or
+    has no dim that an axis divides, stays whole."""
+    taken = {path: Layout.whole(spec.shape) for path, spec in model.variables.items()}
+    whole, found = sum(map(num_bytes, model.variables.values())), list[tuple[int, float]]()
+    for size in sizes:
+        chosen = FullySharded().place(model, Axis("sharded", size), taken)
+        split = [path for path, choice in chosen.items() if isinstance(choice.placement, Gathered)]
+        found.append((size, sum(num_bytes(model.variables[path]) for path in split) / max(whole, 1)))
     return tuple(found)
 
 

@@ -18,7 +18,7 @@ from braidax.parallel.rows.read_rows import ReadRows
 from braidax.program import Chain, Program, cost_of, find_mixing
 
 from .roles import Offered
-from .splitting import Splits, splits_of
+from .splitting import Splits, gathered_of, splits_of
 
 
 class Workload(NamedTuple):
@@ -29,7 +29,8 @@ class Workload(NamedTuple):
     backward. `num_messages`: variables that are taken in a run of the loss. `frozen_bytes`: of those with no gradient.
     `table_bytes`: of those that are read by rows, and pay by rows; `row_bytes`: of what a batch reads of them, at most.
     `cut_bytes`: that go over a place where the loss is narrow; `most_stages`: one more than there are such places.
-    `splits`: what tensor parallelism splits, by the size of its axis; all, where an axis is not among them.
+    `splits`: what tensor parallelism splits, by the size of its axis; all, where an axis is not among them. `gathered`:
+    the same of sharding everything, of the bytes of variables.
     """
 
     flops: float
@@ -44,6 +45,7 @@ class Workload(NamedTuple):
     cut_bytes: float = 0.0
     most_stages: int = 1
     splits: tuple[Splits, ...] = ()
+    gathered: tuple[tuple[int, float], ...] = ()
 
     @property
     def offered(self) -> Offered:
@@ -91,6 +93,7 @@ def workload(
         cut_bytes=cut_bytes,
         most_stages=most_stages,
         splits=splits_of(model, flops=flops, activation_bytes=activations, sizes=sizes),
+        gathered=gathered_of(model, sizes),
     )
 
 
