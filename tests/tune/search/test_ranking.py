@@ -114,6 +114,12 @@ def test_programs_take_their_time_besides(kind: int, microbatches: int, programs
     assert found[1] - found[0] == pytest.approx(0.25 * programs)
 
 
+def test_tables_in_a_ring_are_not_by_rows() -> None:
+    found = [predict(one((2, 2), (kind, ROTATED)), TABLES, Cluster(4, 1e9, LINK)) for kind in (DATA, HYBRID)]
+    assert found[0].memory_bytes == found[1].memory_bytes
+    assert found[0].sent_bytes == found[1].sent_bytes
+
+
 def test_roles_that_a_loss_has_no_use_for_are_not_offered() -> None:
     assert not np.isin(candidates(8, 64).kinds, (HYBRID, *STAGES)).any()
     many = candidates(8, 64, offered=Offered(tables=True, most_stages=4))

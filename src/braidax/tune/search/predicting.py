@@ -82,6 +82,7 @@ def _laid_out(many: Candidates, work: Workload) -> _Laid:
     sizes, kinds = many.sizes.astype(float), many.kinds
     roles = kinds == TENSOR, (kinds == FULLY_SHARDED) | (kinds == ROTATED), kinds == HYBRID, np.isin(kinds, STAGES)
     tensor, moved, by_rows, stages = (np.where(one, sizes, 1).prod(1) for one in roles)
+    by_rows = np.where((kinds == ROTATED).any(1), 1, by_rows)  # a ring has parts of tables, too
     gradients = 1 - work.frozen_bytes / work.variable_bytes if work.variable_bytes else 0.0
     tables, parts = np.where(by_rows > 1, work.table_bytes, 0.0), sizes.prod(1) / tensor / stages
     gathered = _by_size(work.gathered, moved)
@@ -112,7 +113,7 @@ def _sent(many: Candidates, work: Workload, laid: _Laid, axis: int) -> tuple[Any
     others, chunks = (size - 1) / size, np.where(kind == INTERLEAVED, 2, 1)
     used = (work.variable_bytes - laid.tables) / laid.tensor.variables / laid.stages
     again = np.where(laid.moved > 1, pieces, 1)
-    rows = 2 * work.row_bytes / laid.parts / laid.stages * others * (kind == HYBRID)
+    rows = 2 * work.row_bytes / laid.parts / laid.stages * others * ((kind == HYBRID) & (laid.by_rows > 1))
     whole = 2 * laid.gradients * used / laid.moved * others * again + rows
     taken = (2 + laid.gradients) * used * others * pieces
     summed = laid.tensor.summed_bytes / laid.parts / laid.stages * others
