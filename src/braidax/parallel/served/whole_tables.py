@@ -22,7 +22,7 @@ class WholeTables:
         self._asking, self._forms = asking, forms
 
     def values(self, name: str, first: int, last: int) -> NDArray[Any]:
-        """Returns rows of a table as they are now, `[n, D]`; servers bring none up for that. **Arguments:** of `read`."""
+        """Returns rows of a table as they are now, `[n, D]`; servers bring none up. **Arguments:** as of `read`."""
         form = self._forms[name]
         values = np.zeros((last - first, form.width), jax.numpy.dtype(form.dtype))
         for start, stop in self._blocks(form, first, last):
