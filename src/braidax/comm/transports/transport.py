@@ -163,7 +163,11 @@ class Transport(ABC):
 
     @abstractmethod
     def arm(self) -> bool:
-        """Gets ready to sleep: True when the next event makes `fileno` readable, False when `poll` must come first."""
+        """Gets ready to sleep: True when the next event makes `fileno` readable, False when `poll` must come first.
+
+        It need not look for what is there already: that makes `fileno` readable until `poll` takes it. So who wakes
+        polls before arming again; arming alone would not let it sleep any more.
+        """
 
     @abstractmethod
     def fileno(self) -> int:
