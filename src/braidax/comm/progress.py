@@ -43,7 +43,8 @@ class Progress:
 
     **Fields:** `failure`: what ended the generation. `told`: whether a call raised that. `takes_arrays`, `schedules`:
     see `Transport`.
-    `run_now`: as `run`, but moves it along at once. `send_receive`: see `QuickCalls`. Both raise as `send_now`.
+    `run_now`: as `run`, but moves it along at once. `send_receive`, `send_receive_value`: see `QuickCalls`. They raise
+    as `send_now`.
     `hurried`: whether a caller moved messages lately, and will again: the thread then leaves it to callers for a while.
     `number`: returns a number that this rank has given nothing else. `left`: the ranks that have closed theirs. `lost`:
     those that are lost one by one, with the error of each; none where the generation ends with them, as `on_loss` says.
@@ -82,6 +83,7 @@ class Progress:
         self.number = partial(next, itertools.count())
         self.run_now = partial(self._now, self._begin_run)
         self.send_receive = partial(self._now, self._quick.send_receive)
+        self.send_receive_value = partial(self._now, self._quick.send_receive_value)
         self._left_at = 0.0  # when the latest rank left
         self._nap, self._wake_thread = Nap(transport.fileno()), Bell()
         self._thread = threading.Thread(target=self._run, name="braidax-comm", daemon=True)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from braidax.comm.messages import FIRST_BYTES, HEAD_ALIGNMENT, LENGTHS, Head, Value, head_of_array, parsed
+from braidax.comm.transports.transport import SmallValues
 
 _MAX_BYTES = FIRST_BYTES // 2
 _SHORT_BYTES = 256  # of what says what a value is
@@ -89,3 +90,7 @@ def _known(start: bytes) -> tuple[int, tuple[int, ...], np.dtype[Any] | None]:
     if not (is_small and is_plain and head.lengths == (body_bytes,) and num_bytes == body_bytes):
         raise ValueError(start)
     return num_bytes, head.shape, dtype
+
+
+SMALL: SmallValues = (_Array, _start_of_array, _start_of_buffer, _known)
+"""What a transport knows small values by."""

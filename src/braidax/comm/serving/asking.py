@@ -28,7 +28,7 @@ from braidax.comm.serving.conversation import (
     unexpected,
     word_of,
 )
-from braidax.comm.small import decoded, encoded
+from braidax.comm.small import SMALL
 from braidax.comm.transports.transport import Operation
 from braidax.connections.raised import Raised
 from braidax.errors import ArgumentError, CallFailed, CommError, WaitTimeout
@@ -44,7 +44,8 @@ class Asking:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._progress = group.progress
-        self._send_receive, self._number = group.progress.send_receive, group.progress.number
+        self._send_receive, self._send_receive_value = group.progress.send_receive, group.progress.send_receive_value
+        self._number = group.progress.number
         self._peers: dict[Any, int] = {rank: peer for rank, peer in enumerate(group.ranks) if rank != group.rank}
         self._tag, self._bodies, self._answers = (tag_of(group.number, kind, 0) for kind in (ASK, BODY, ANSWERS))
         self._places: list[NDArray[np.uint8]] = []  # for words, to be used again
@@ -54,20 +55,23 @@ class Asking:
     def ask(self, rank: int, value: Value, timeout_seconds: float) -> Value:
         """Returns the answer of a rank. **Arguments, Raises:** see `Communicator.ask`."""
         peer = self._peers.get(rank)
-        first = encoded(value)
-        if peer is None or first is None or self._unanswered or not timeout_seconds > 0:
+        if peer is None or self._unanswered or not timeout_seconds > 0:
             return self._ask_any(rank, value, timeout_seconds)
         number = self._number() & MAX_NUMBER
         place = self._places.pop() if self._places else np.empty(PLACE_BYTES, np.uint8)
+        word = HEADER.pack(REQUEST, number)
         try:
-            words = HEADER.pack(REQUEST, number), *first
-            heard = self._send_receive(peer, self._tag, words, self._answers | number, place)
+            heard = self._send_receive_value(peer, self._tag, word, value, self._answers | number, place, SMALL)
         except (TypeError, ValueError, BufferError):  # it is not contiguous
+            heard = None
+        if heard is None:
             return self._ask_any(rank, value, timeout_seconds)
-        if type(heard) is bytearray:  # as most small ones are
+        if type(heard) is tuple:  # as most small ones are
             self._places.append(place)
-            if heard.startswith(_ANSWERED) and (answer := decoded(heard, HEADER.size)) is not None:
-                return answer[0]
+            if heard[0] == _ANSWERED:
+                return heard[1]
+            raise self._failed(rank, HEADER.unpack(heard[0])[0], heard[1])
+        if type(heard) is bytearray:
             heard = over(peer, heard, place)
         return self._rest(rank, number, None, heard, place, timeout_seconds)
 
@@ -116,7 +120,7 @@ class Asking:
                 yield [heard]
                 kind, _ = word_of(self._progress.world, talk.peer, place[: heard.num_bytes])
             if kind not in (ANSWER, RAISED):
-                raise unexpected(self._progress.world, talk.peer, f"a word of kind {kind}")
+                raise self._failed(rank, kind, b"")
             answer = yield from talk.value(arriving_of(place[: heard.num_bytes]))
         except Withdrawn:
             if talk.is_given_up:
@@ -130,10 +134,17 @@ class Asking:
                 with self._lock:
                     self._unanswered[rank] -= 1
         if kind == RAISED and not talk.is_given_up:
-            raised, world = Raised.from_text(bytes(answer).decode()), self._progress.world
-            words = f"{world.describe(talk.peer)} could not answer: {raised.words}"
-            raise CallFailed(words, rank, world.hosts[talk.peer], raised.traceback)
+            raise self._failed(rank, kind, answer)
         return answer
+
+    def _failed(self, rank: int, kind: int, told: Value) -> CallFailed | CommError:
+        """Returns the error of a word that is no answer. **Arguments:** `told`: of what its handler raised."""
+        world, peer = self._progress.world, self._group.ranks[rank]
+        if kind != RAISED:
+            return unexpected(world, peer, f"a word of kind {kind}")
+        raised = Raised.from_text(bytes(told).decode())
+        words = f"{world.describe(peer)} could not answer: {raised.words}"
+        return CallFailed(words, rank, world.hosts[peer], raised.traceback)
 
     def _check_rank(self, rank: Any) -> None:
         self._group.check_rank(rank, "rank")

@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, NamedTuple, final
@@ -32,7 +32,7 @@ from braidax.comm.serving.conversation import (
     unexpected,
     word_of,
 )
-from braidax.comm.small import decoded, encoded
+from braidax.comm.small import SMALL, decoded
 from braidax.comm.transports.transport import Operation
 from braidax.comm.waiting import AnyOf, again
 from braidax.comm.watch import Notice
@@ -51,6 +51,7 @@ class _Later(NamedTuple):
     number: int
 
 
+_Message = bytearray | tuple[bytes, Value]  # or the word and the value of a small one
 _ANSWERED = HEADER.pack(ANSWER, 0)
 _LATER = -1  # in place of the kind of an answer that is not there yet
 _LOOK_SECONDS = 0.5  # how often `wait` looks who has left
@@ -70,24 +71,23 @@ class Requests:
         self.done: Counter[int] = Counter()  # how often each rank has said that it asks no more
         self._tag, self._answers = tag_of(group.number, ASK, 0), tag_of(group.number, ANSWERS, 0)
         self._places = {rank: np.empty(PLACE_BYTES, np.uint8) for rank in range(group.size) if rank != group.rank}
-        self._receives: dict[int, Operation | bytearray] = {}  # each rank's next request, or what receives that
-        self._send_receive = group.progress.send_receive
-        self._last = group.rank
+        self._receives: dict[int, Operation | _Message] = {}  # each rank's next request, or what receives that
+        self._send_receive_value = group.progress.send_receive_value
+        self._ranks, self._turn = list(self._places), -1
 
     def next(self) -> int | None:
         """Returns a rank whose request is here, all in turn; None if there is none."""
-        for distance in range(1, self.group.size + 1):
-            rank = (self._last + distance) % self.group.size
-            received = self._receives.get(rank)
-            if received is not None and (isinstance(received, bytearray) or received.done):
-                self._last = rank
+        for _ in self._ranks:
+            self._turn = (self._turn + 1) % len(self._ranks)
+            received = self._receives.get(rank := self._ranks[self._turn])
+            if received is not None and (not isinstance(received, Operation) or received.done):
                 return rank
         return None
 
-    def take(self, rank: int) -> bytearray:
+    def take(self, rank: int) -> _Message:
         """Returns the message of a rank that `next` named. **Raises:** `PeerLost` of one that is gone."""
         received = self._receives.pop(rank)
-        if isinstance(received, bytearray):
+        if not isinstance(received, Operation):
             return received
         if received.error is not None:
             self.group.progress.wait([received], 0.0)
@@ -98,16 +98,18 @@ class Requests:
         place = self._places[rank]
         self._receives[rank] = self.group.progress.receive_now(self.group.ranks[rank], self._tag, place.data)
 
-    def answer_and_post(self, rank: int, number: int, first: Sequence[Any]) -> None:
-        """Sends a whole answer, and receives the next request of its rank.
+    def answer_and_post(self, rank: int, number: int, answer: Value) -> bool:
+        """Sends a whole answer, and receives the next request of its rank; unless the answer is not a small one.
 
-        **Arguments:** `number`: of the request. `first`: the first message of the answer.
-
-        **Raises:** as `Progress.send_receive`.
+        **Arguments:** `number`: of the request. **Returns:** whether it did. **Raises:** as `Progress.send_receive`.
         """
-        self._receives[rank] = self._send_receive(
-            self.group.ranks[rank], self._answers | number, (_ANSWERED, *first), self._tag, self._places[rank]
+        heard = self._send_receive_value(
+            self.group.ranks[rank], self._answers | number, _ANSWERED, answer, self._tag, self._places[rank], SMALL
         )
+        if heard is None:
+            return False
+        self._receives[rank] = heard
+        return True
 
     def post_all(self) -> None:
         """Receives requests of all ranks that are there."""
@@ -275,11 +277,14 @@ class Server:
         self._later = [one for one in self._later if one.rank not in gone]
         return True
 
-    def _heed(self, rank: int, message: bytearray) -> None:
+    def _heed(self, rank: int, message: _Message) -> None:
         """Does what a rank wants, and receives its next request."""
         self._heard_at = time.monotonic()
         peer = self._group.ranks[rank]
-        kind, number = word_of(self._progress.world, peer, message)
+        if isinstance(message, tuple):
+            kind, number = HEADER.unpack(message[0])
+        else:
+            kind, number = word_of(self._progress.world, peer, message)
         if kind == DONE:
             with self._changed.lock:
                 self._requests.done[rank] += 1
@@ -291,24 +296,29 @@ class Server:
             raise unexpected(self._progress.world, peer, f"a word of kind {kind}")
         self._requests.post(rank)
 
-    def _answer(self, rank: int, number: int, message: bytearray) -> bool:
+    def _answer(self, rank: int, number: int, message: _Message) -> bool:
         """Answers a request. **Returns:** whether the next one of that rank is being received."""
+        if isinstance(message, tuple):
+            return self._answer_small(rank, number, message[1])
         small = decoded(message, HEADER.size)
-        if small is None:
-            talk = self._talk(rank, number)
-            steps = self._steps(talk, rank, number, np.frombuffer(message, np.uint8))
-        else:
-            kind, answer = self._called(rank, number, small[0])
-            if kind == _LATER:
-                return False
-            first = encoded(answer) if kind == ANSWER else None
-            if first is not None:
-                with contextlib.suppress(TypeError, ValueError, BufferError):  # it is not contiguous
-                    self._requests.answer_and_post(rank, number, first)
+        if small is not None:
+            return self._answer_small(rank, number, small[0])
+        talk = self._talk(rank, number)
+        self._carry_out(talk, self._steps(talk, rank, number, np.frombuffer(message, np.uint8)))
+        return False
+
+    def _answer_small(self, rank: int, number: int, value: Value) -> bool:
+        kind, answer = self._called(rank, number, value)
+        if kind == _LATER:
+            return False
+        if kind == ANSWER:
+            try:
+                if self._requests.answer_and_post(rank, number, answer):
                     return True
-            talk = self._talk(rank, number)
-            steps = self._reply(talk, kind, answer)
-        self._carry_out(talk, steps)
+            except (TypeError, ValueError, BufferError):  # it is not contiguous
+                pass
+        talk = self._talk(rank, number)
+        self._carry_out(talk, self._reply(talk, kind, answer))
         return False
 
     def _carry_out(self, talk: Talk, steps: Steps[None]) -> None:

@@ -83,35 +83,47 @@ static int leave_receive(Worker *self, Caller *caller, int failed) {
     return failed;
 }
 
-/* Sends a copy of a small message, receives another one from the same peer, and spins for that.
- *
- * **Arguments:** peer, tag of what is sent, buffers, tag of what is received, its place, and the seconds to spin, -1 for
- * not at all. **Returns:** what has come, a bytearray; or else the operation of the receive. */
+/* Sends a copy of a small message, receives another one from the same peer into a place, and spins for that, not at all
+ * for -1 seconds. Returns whether that failed; otherwise the caller is over, or has the operation of the receive. */
+static int send_receive(Worker *self, unsigned peer, uint64_t sent, PyObject *buffers, uint64_t received, PyObject *place,
+                        double seconds, Caller *caller) {
+    PyObject *copy = joined(buffers), *begun = copy ? begin_send(self, peer, sent, copy, NULL) : NULL;
+    Py_XDECREF(copy);
+    if (begun) {
+        Py_DECREF(begun);
+        begun = begin_receive(self, peer, received, place, NULL, caller);
+    }
+    int failed = !begun || (!caller->is_over && seconds >= 0 && poll_for(self, seconds) < 0);
+    if (!caller->is_over) failed = leave_receive(self, caller, failed);
+    Py_XDECREF(begun);
+    if (failed) Py_CLEAR(caller->operation);
+    return failed;
+}
+
+static int parse_both(Worker *self, PyObject *const *arguments, PyObject *back, unsigned *peer, uint64_t *sent,
+                      uint64_t *received) {
+    PyObject *const other[2] = {arguments[0], back};
+    return parse_peer(self, arguments, peer, sent) && parse_peer(self, other, peer, received);
+}
+
+/* **Arguments:** peer, tag of what is sent, buffers, tag of what is received, its place, and the seconds to spin.
+ * **Returns:** what has come, a bytearray; or else the operation of the receive. */
 static PyObject *worker_send_receive(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
     unsigned peer;
     uint64_t sent, received;
-    if (!takes(self, count, 6) || !parse_peer(self, arguments, &peer, &sent)) return NULL;
-    PyObject *const back[2] = {arguments[0], arguments[3]};
-    if (!parse_peer(self, back, &peer, &received)) return NULL;
+    if (!takes(self, count, 6) || !parse_both(self, arguments, arguments[3], &peer, &sent, &received)) return NULL;
     double seconds = PyFloat_AsDouble(arguments[5]);
     if (seconds == -1 && PyErr_Occurred()) return NULL;
     Py_buffer place;
     if (PyObject_GetBuffer(arguments[4], &place, PyBUF_WRITABLE) < 0) return NULL;
-    PyObject *copy = joined(arguments[2]), *begun = copy ? begin_send(self, peer, sent, copy, NULL) : NULL;
     Caller caller = {.is_over = 0};
-    Py_XDECREF(copy);
-    if (begun) {
-        Py_DECREF(begun);
-        begun = begin_receive(self, peer, received, arguments[4], NULL, &caller);
-    }
-    int failed = !begun || (!caller.is_over && seconds >= 0 && poll_for(self, seconds) < 0);
-    if (!caller.is_over) failed = leave_receive(self, &caller, failed);
-    Py_XDECREF(begun);
+    int failed = send_receive(self, peer, sent, arguments[2], received, arguments[4], seconds, &caller);
     PyObject *result = caller.operation;
-    if (failed) Py_CLEAR(result);
-    else if (!result) result = PyByteArray_FromStringAndSize(place.buf, (Py_ssize_t)caller.num_bytes);
+    if (!failed && !result) result = PyByteArray_FromStringAndSize(place.buf, (Py_ssize_t)caller.num_bytes);
     PyBuffer_Release(&place);
     return result;
 }
+
+#include "small_values.h"
 
 #endif

@@ -11,7 +11,8 @@
 #define ROUNDS_WHEN_CROWDED 4    /* the same where ranks are more than cores: another one has to run on this one */
 #define LARGE_BYTES 32768        /* copying more than that is done without the GIL */
 #define LARGE_SECONDS 2e-3       /* of spinning at least, while a large message may be on its way: to wake costs more */
-#define TURNS_AT_REST 100        /* of a core that spins, so that one it shares its units with copies faster */
+#define MAX_TURNS_AT_REST 100    /* of a core that spins, so that one it shares its units with copies faster */
+#define TURNS_PER_SECOND 2e6     /* of spinning before them: a small part of it, as what is waited for may come meanwhile */
 #define YIELD_SECONDS 5e-6       /* of spinning in vain, before others on this core are let in between */
 #define MAX_FREE_REQUESTS 256
 #define MAX_JOINED 8             /* buffers of a message of which a copy is sent */
@@ -29,7 +30,7 @@ typedef struct { /* whoever waits for something that has no operation, unless th
     size_t num_bytes; /* that came */
 } Caller;
 
-static PyObject *finish_name, *ready_name, *done_name, *num_bytes_name, *peer_name;
+static PyObject *finish_name, *ready_name, *done_name, *num_bytes_name, *peer_name, *dtype_name, *shape_name;
 
 static int make_names(void) {
     finish_name = PyUnicode_InternFromString("finish");
@@ -37,7 +38,9 @@ static int make_names(void) {
     done_name = PyUnicode_InternFromString("done");
     num_bytes_name = PyUnicode_InternFromString("num_bytes");
     peer_name = PyUnicode_InternFromString("peer");
-    return finish_name && ready_name && done_name && num_bytes_name && peer_name ? 0 : -1;
+    dtype_name = PyUnicode_InternFromString("dtype");
+    shape_name = PyUnicode_InternFromString("shape");
+    return finish_name && ready_name && done_name && num_bytes_name && peer_name && dtype_name && shape_name ? 0 : -1;
 }
 
 static double now(void) {

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from braidax.comm.transports.transport import Operation, QuickCalls, Transport
+from braidax.comm.small import decoded, encoded
+from braidax.comm.transports.transport import Operation, QuickCalls, SmallValues, Transport
 
 
 def quick_calls_of(transport: Transport) -> QuickCalls:
@@ -30,4 +31,23 @@ def quick_calls_of(transport: Transport) -> QuickCalls:
         receive(peer, receive_tag, memoryview(place), operation, spin_seconds)
         return bytearray(place[: operation.num_bytes]) if operation.done and operation.error is None else operation
 
-    return QuickCalls(send, receive, send_receive)
+    def send_receive_value(
+        peer: int,
+        tag: int,
+        word: bytes,
+        value: Any,
+        receive_tag: int,
+        place: Any,
+        small: SmallValues,
+        spin_seconds: float,
+    ) -> tuple[bytes, Any] | bytearray | Operation | None:
+        first = encoded(value)
+        if first is None:
+            return None
+        heard = send_receive(peer, tag, (word, *first), receive_tag, place, spin_seconds)
+        if isinstance(heard, Operation) or len(heard) <= len(word):
+            return heard
+        found = decoded(heard, len(word))
+        return heard if found is None else (bytes(heard[: len(word)]), found[0])
+
+    return QuickCalls(send, receive, send_receive, send_receive_value)

@@ -44,7 +44,8 @@ class TcpTransport(Transport):
             self._worker: Any = TcpWorker(self._given_up)
         else:
             self._worker = binding.Worker()
-            self.quick = QuickCalls(self._worker.send, self._worker.receive, self._worker.send_receive)
+            worker = self._worker
+            self.quick = QuickCalls(worker.send, worker.receive, worker.send_receive, worker.send_receive_value)
             self.schedules = BindingSchedules(binding.Schedule, self._worker.run)
             self.takes_arrays = True
         # A call of our own would be a good part of the time of a small message.

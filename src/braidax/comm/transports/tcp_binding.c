@@ -510,6 +510,7 @@ static PyMethodDef worker_methods[] = {
     {"connect", (PyCFunction)worker_connect, METH_VARARGS, NULL},
     {"send", (PyCFunction)(void (*)(void))worker_send, METH_FASTCALL, NULL},
     {"send_receive", (PyCFunction)(void (*)(void))worker_send_receive, METH_FASTCALL, NULL},
+    {"send_receive_value", (PyCFunction)(void (*)(void))worker_send_receive_value, METH_FASTCALL, NULL},
     {"receive", (PyCFunction)(void (*)(void))worker_receive, METH_FASTCALL, NULL},
     {"run", (PyCFunction)(void (*)(void))worker_run, METH_FASTCALL, NULL},
     {"poll", (PyCFunction)worker_poll, METH_O, NULL},

@@ -11,6 +11,12 @@ from braidax.errors import CommError
 Buffer = memoryview
 """Contiguous bytes: format `B`, one dim."""
 
+SmallValues = tuple[
+    type, Callable[..., bytes | None], Callable[[int], bytes | None], Callable[[bytes], tuple[Any, ...]]
+]
+"""What small values are known by: the type of arrays; what an array of a dtype and shape begins with; what bytes of a
+length begin with, both None for no small one; the bytes, shape and dtype (None of bytes) of what begins so."""
+
 MAX_TAG = (1 << 44) - 1
 
 
@@ -85,11 +91,17 @@ class QuickCalls:
     buffer, operation, spin_seconds)`. `send_receive`: `(peer, tag, buffers, receive_tag, place, spin_seconds)` sends a
     copy of at most 8 buffers, and returns what comes back, or else the operation that receives it into the place; that
     fails where the message cannot be sent.
+    `send_receive_value`: `(peer, tag, word, value, receive_tag, place, small, spin_seconds)` does so with a word of 16
+    bytes and a small value behind it (see `braidax.comm.small`), and returns word and value where such come back at
+    once; None for a value that is not small, nothing having begun.
     """
 
     send: Callable[[int, int, Any, Operation, float], None]
     receive: Callable[[int, int, Any, Operation, float], None]
     send_receive: Callable[[int, int, tuple[Any, ...], int, Any, float], bytearray | Operation]
+    send_receive_value: Callable[
+        [int, int, bytes, Any, int, Any, SmallValues, float], tuple[bytes, Any] | bytearray | Operation | None
+    ]
 
 
 class Transport(ABC):

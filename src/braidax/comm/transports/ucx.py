@@ -113,7 +113,8 @@ class UcxTransport(Transport):
         self.receive = self._worker.receive
         self.poll = self._worker.poll
         self.arm = self._worker.arm
-        self.quick = QuickCalls(self._worker.send, self._worker.receive, self._worker.send_receive)
+        worker = self._worker
+        self.quick = QuickCalls(worker.send, worker.receive, worker.send_receive, worker.send_receive_value)
         self.schedules = BindingSchedules(binding.Schedule, self._worker.run)
 
     @property

@@ -472,7 +472,7 @@ static void spin(Worker *self, double seconds) { /* without the GIL */
             sched_yield();
         } else if (passed > YIELD_SECONDS) {
             sched_yield();
-            for (int turn = 0; turn < TURNS_AT_REST; turn++) REST();
+            for (int turn = 0; turn < MAX_TURNS_AT_REST && turn < passed * TURNS_PER_SECOND; turn++) REST();
         }
     }
 }
@@ -824,6 +824,7 @@ static PyMethodDef worker_methods[] = {
     {"connect", (PyCFunction)worker_connect, METH_VARARGS, NULL},
     {"send", (PyCFunction)(void (*)(void))worker_send, METH_FASTCALL, NULL},
     {"send_receive", (PyCFunction)(void (*)(void))worker_send_receive, METH_FASTCALL, NULL},
+    {"send_receive_value", (PyCFunction)(void (*)(void))worker_send_receive_value, METH_FASTCALL, NULL},
     {"receive", (PyCFunction)(void (*)(void))worker_receive, METH_FASTCALL, NULL},
     {"run", (PyCFunction)(void (*)(void))worker_run, METH_FASTCALL, NULL},
     {"poll", (PyCFunction)worker_poll, METH_O, NULL},

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from braidax.comm.transports.transport import Buffer, Operation
+from braidax.comm.transports.transport import Buffer, Operation, SmallValues
 
 def load(path: str, /) -> tuple[str, int, int, int]:
     """Loads UCX, once a process, and returns the path of libucp and its version. Raises `OSError`."""
@@ -54,6 +54,18 @@ class Worker:
         spin_seconds: float,
         /,
     ) -> bytearray | Operation: ...
+    def send_receive_value(
+        self,
+        peer: int,
+        tag: int,
+        word: bytes,
+        value: Any,
+        receive_tag: int,
+        place: Any,
+        small: SmallValues,
+        spin_seconds: float,
+        /,
+    ) -> tuple[bytes, Any] | bytearray | Operation | None: ...
     def run(
         self,
         tag: int,

@@ -6,9 +6,11 @@ import random
 import time
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from braidax.comm.small import SMALL, encoded
 from braidax.comm.transports.quick import quick_calls_of
 from braidax.comm.transports.transport import MAX_TAG, Operation
 from braidax.connections.world import World
@@ -148,6 +150,85 @@ def check_requests_and_answers(rank: Rank) -> None:
             rank.wait(heard)
             heard = bytearray(place[: heard.num_bytes])
         assert heard == pattern(number, length)
+
+
+VALUES = (
+    np.arange(8, dtype=np.uint8),
+    np.arange(6, dtype=">f4").reshape(2, 3),
+    np.array(7),
+    np.zeros((0, 3), np.float32),
+    np.ones(3, ml_dtypes.bfloat16),
+    b"some bytes",
+    b"",
+)
+NO_SMALL_VALUES = (
+    np.zeros(8192, np.uint8),
+    bytes(8192),
+    np.array([None]),
+    [b"a list"],
+    bytearray(1),
+    {},
+    np.float32(1),
+)
+WORD = b"a word of 16 by."
+
+
+def check_requests_and_answers_of_values(rank: Rank) -> None:
+    calls, num_at_once = quick_calls_of(rank.transport), 0
+    for value in VALUES:
+        start, body = encoded(value) or (b"", b"")
+        message = WORD + start + (body if isinstance(body, bytes) else body.tobytes())
+        answer = rank.send(rank.left, 2, message)  # before it is asked for
+        rank.barrier()
+        place = np.zeros(8192, np.uint8)
+        heard = calls.send_receive_value(rank.right, 1, WORD, value, 2, place, SMALL, 0.01)
+        request = bytearray(8192)
+        came = rank.receive(rank.left, 1, request)
+        rank.wait(came, answer)
+        assert request[: came.num_bytes] == message
+        if isinstance(heard, Operation):
+            rank.wait(heard)
+            assert bytes(place[: heard.num_bytes]) == message
+            continue
+        assert isinstance(heard, tuple)
+        num_at_once += 1
+        place[:] = 0  # what has come has memory of its own
+        found = heard[1]
+        assert heard[0] == WORD
+        if isinstance(value, bytes):
+            assert isinstance(found, memoryview)
+            assert bytes(found) == value
+        else:
+            assert (found.dtype, found.shape, found.tolist()) == (value.dtype, value.shape, value.tolist())
+            assert found.flags.writeable
+    assert num_at_once
+
+
+def check_messages_that_are_no_small_values(rank: Rank) -> None:
+    calls, place = quick_calls_of(rank.transport), np.zeros(8192, np.uint8)
+    for value in NO_SMALL_VALUES:
+        assert calls.send_receive_value(rank.right, 1, WORD, value, 2, place, SMALL, 0.01) is None
+    with pytest.raises((TypeError, ValueError, BufferError)):
+        calls.send_receive_value(rank.right, 1, WORD, np.zeros(8)[::2], 2, place, SMALL, 0.01)  # it is not contiguous
+    start, body = encoded(b"body") or (b"", b"")
+    for message in (
+        b"",
+        b"short",
+        WORD,
+        WORD + start,
+        WORD + start + body + b"more",
+        WORD + b"!" * 300,
+        WORD + bytes(40),
+    ):
+        answer = rank.send(rank.left, 2, message)
+        rank.barrier()
+        heard = calls.send_receive_value(rank.right, 1, WORD, b"body", 2, place, SMALL, 0.01)
+        request = bytearray(8192)
+        rank.wait(rank.receive(rank.left, 1, request), answer)
+        if isinstance(heard, Operation):
+            rank.wait(heard)
+            heard = bytearray(place[: heard.num_bytes])
+        assert heard == message
 
 
 def check_answers_that_are_too_long(rank: Rank) -> None:
@@ -338,6 +419,8 @@ IN_ONE_WORLD = (
     check_large_unexpected_messages,
     check_both_directions_at_once,
     check_requests_and_answers,
+    check_requests_and_answers_of_values,
+    check_messages_that_are_no_small_values,
     check_answers_that_are_too_long,
     check_messages_to_itself,
     check_messages_that_are_too_long,
