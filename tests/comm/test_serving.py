@@ -5,6 +5,8 @@ import resource
 import struct
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from braidax.comm import Communicator
 from braidax.comm.group_messages import ANSWER, ASK, BODY, tag_of
 from braidax.comm.messages import FIRST_BYTES, LENGTHS, Unpacking, pack
+from braidax.comm.serving.conversation import pieces_of
 from braidax.comm.serving.server import Requests
 from braidax.comm.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
@@ -164,6 +167,22 @@ def test_requests_of_one_rank_are_answered_in_their_order(transport: str) -> Non
 
     results(3, run, transport=transport)
     assert seen == {1: list(range(100)), 2: list(range(100))}
+
+
+@pytest.mark.parametrize("lengths", [[3000], [0, 5, MIB - 5], [MIB - 1, 9], [3, 6 * MIB, 7 * MIB, 1]])
+def test_pieces_are_a_copy_in_no_more_memory_than_they_need(lengths: Sequence[int]) -> None:
+    parts = [memoryview(np.random.default_rng(length).bytes(length)) for length in lengths]
+    flights, found, places = deque[tuple[Operation, memoryview]](), bytearray(), set[int]()
+    for piece in pieces_of(parts, flights):
+        assert len(piece) in (MIB, sum(lengths) - len(found))
+        found += piece
+        places.add(id(piece.obj))
+        flights.append((Operation(0), piece))  # four of which are under way, the oldest of them has been sent
+        assert len(flights) <= 4
+        if sum(lengths) <= MIB:
+            assert memoryview(piece.obj).nbytes == sum(lengths)
+    assert found == b"".join(parts)
+    assert len(places) == min(4, -(-sum(lengths) // MIB))
 
 
 def test_all_that_ask_have_their_turn() -> None:

@@ -34,6 +34,7 @@ HEADER = struct.Struct("<QQ")
 PLACE_BYTES = HEADER.size + FIRST_BYTES
 _PIECE_BYTES = 1 << 20
 _NUM_AHEAD = 4  # pieces under way
+_NO_MEMORY = memoryview(b"")
 
 
 class Withdrawn(Exception):
@@ -69,7 +70,7 @@ class Talk:
         """Sends the rest of a value in pieces, which the other side has said it takes. **Raises:** `Withdrawn`."""
         left = -(-sum(map(len, parcel.rest)) // _PIECE_BYTES)
         flights: deque[tuple[Operation, Buffer]] = deque()
-        for piece in _pieces(parcel.rest, flights):
+        for piece in pieces_of(parcel.rest, flights):
             if self.is_given_up:
                 for _ in range(min(_NUM_AHEAD, left)):
                     self.progress.send(self.peer, self._sends, ())
@@ -172,19 +173,23 @@ def _resumed(operations: Sequence[Operation], steps: Steps[T]) -> Steps[T]:
     return (yield from steps)
 
 
-def _pieces(parts: Sequence[Buffer], flights: "deque[tuple[Operation, Buffer]]") -> Iterator[Buffer]:
-    """Yields copies of pieces, in memory of those that have been sent where there is any."""
-    memory, end = memoryview(bytearray(_PIECE_BYTES)), 0
+def pieces_of(parts: Sequence[Buffer], flights: "deque[tuple[Operation, Buffer]]") -> Iterator[Buffer]:
+    """Yields copies of pieces, in memory of those that have been sent where there is any.
+
+    **Arguments:** `parts`: of a value. `flights`: the caller puts each piece there; of four the first has been sent.
+    """
+    memory, end, left = _NO_MEMORY, 0, sum(map(len, parts))
     for part in parts:
         begin = 0
         while begin < len(part):
-            count = min(len(part) - begin, _PIECE_BYTES - end)
-            memory[end : end + count] = part[begin : begin + count]
-            begin, end = begin + count, end + count
-            if end == _PIECE_BYTES:
-                yield memory
+            if not end:  # no more than is needed: new pages take longer to get than to fill
                 is_free = len(flights) == _NUM_AHEAD
-                memory = flights.popleft()[1] if is_free else memoryview(bytearray(_PIECE_BYTES))
+                memory = flights.popleft()[1] if is_free else empty(min(_PIECE_BYTES, left)).data
+            count = min(len(part) - begin, len(memory) - end)
+            memory[end : end + count] = part[begin : begin + count]
+            begin, end, left = begin + count, end + count, left - count
+            if end == len(memory):
+                yield memory
                 end = 0
     if end:
         yield memory[:end]
@@ -192,7 +197,10 @@ def _pieces(parts: Sequence[Buffer], flights: "deque[tuple[Operation, Buffer]]")
 
 @final
 class _Growing:
-    """Memory that grows with what arrives in it: nothing is taken on the word of a message alone.
+    """Memory that grows with what arrives in it: of a long value nothing is taken on the word of a message alone.
+
+    What is here at once, as far as that goes, is memory that others have had before: new pages take longer to get than
+    to fill.
 
     **Arguments:** `most`: to how many bytes. **Fields:** `num_bytes`: as it is.
     """
@@ -200,18 +208,18 @@ class _Growing:
     def __init__(self, most: int) -> None:
         self._most = most
         self.num_bytes = 0
-        self._memory: mmap.mmap | None = None
+        self._memory: mmap.mmap | Buffer | None = None
 
     def grow(self, num_bytes: int) -> None:
         """Grows; no place of it is in use."""
         self.num_bytes = num_bytes = min(num_bytes, self._most)
         before = self._memory
         try:
-            if before is not None and sys.platform == "linux":
+            if isinstance(before, mmap.mmap) and sys.platform == "linux":
                 before.resize(num_bytes)
                 return
-            self._memory = _mapped(num_bytes)
-        except (OSError, ValueError, OverflowError) as error:
+            self._memory = empty(num_bytes).data if num_bytes == self._most and before is None else _mapped(num_bytes)
+        except (OSError, ValueError, OverflowError, MemoryError) as error:
             raise CommError(
                 f"a message announces {self._most:,} bytes, and this process has no memory for {num_bytes:,} ({error}"
                 "); ask with less at once"
