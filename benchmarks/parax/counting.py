@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast, final
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.source import Box, Indices, Sliced, Source
+from braidax.data.source import Box, Indices, Sliced, Source, is_at_hand
 
 
 class Tally(NamedTuple):
@@ -45,6 +45,11 @@ class Counted(Source, Sliced):
 
     def __len__(self) -> int:
         return len(self._inner)
+
+    @property
+    def is_at_hand(self) -> bool:
+        """As the source says."""
+        return is_at_hand(self._inner)
 
     @property
     def cut_dims(self) -> Sequence[int]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from benchmarks.parax.cases import Case
 from benchmarks.parax.counting import Counted, Tally
 
-PREFETCH = 2  # batches loaded ahead, in every system
+PREFETCH = 8  # batches loaded ahead, in every system
 
 HostBatch = dict[str, NDArray[Any]]
 Arrays = dict[str, jax.Array]
