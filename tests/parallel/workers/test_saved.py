@@ -166,3 +166,39 @@ def test_variables_are_read_and_stay_as_they_are(gangs: dict[int, LocalGang]) ->
 
     for last, each in team(gangs[2], 2, work):
         assert_close(each, last, exactly=True)
+
+
+def test_who_begins_anew_waits_for_others_that_read(gangs: dict[int, LocalGang]) -> None:
+    """The other worker reads when the first one has come to `init`: it finds what was trained."""
+    came = threading.Event()
+
+    def work(number: int, seat: Any) -> Any:
+        with make_step(seat, size=BATCH // 2) as step:
+            state = step.init(jax.random.key(0))
+            for batch in batches(2):
+                state, _ = step.update(state, own_part(batch, number, 2))
+            step.finish()
+            step.meet(state)
+            if number == 1:
+                assert came.wait(60)
+                found = step.params()
+                step.init(jax.random.key(1))
+                return found
+            found, ask, meet = step.params(), step._servers._asking.ask, step._servers.meet
+
+            def asked(rank: int, question: Any) -> Any:
+                answer = ask(rank, question)
+                if unpacked(question).kind == "bear":
+                    came.set()
+                return answer
+
+            def met() -> None:
+                came.set()
+                meet()
+
+            step._servers._asking.ask, step._servers.meet = asked, met
+            step.init(jax.random.key(1))
+            return found
+
+    trained, found = team(gangs[1], 2, work)
+    assert_close(found, trained, exactly=True)

@@ -39,6 +39,7 @@ def dense_of(
 def write_dense(state: State, feed: ServedFeed, servers: Servers, forms: Mapping[str, TableForm]) -> None:
     """Brings the tables of a state of single-device training to the servers; all processes call it."""
     params = dict(named_leaves(state.params))
+    servers.brought()  # others may read what was there before
     for name, (kept, shared) in feed.kept_rows(state.opt_state).items():
         form, (first, last) = forms[name], servers.own_rows(name)
         own = [np.asarray(kept[one.name]).reshape(form.shape[0], *one.shape)[first:last] for one in form.kept]

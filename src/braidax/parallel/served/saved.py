@@ -59,6 +59,7 @@ class ServedTables:
         """Brings the part of this process to the servers; all processes call it. **Returns:** this."""
         step = int(state[_STEP])
         self._settle()
+        self._servers.brought()  # others may read what was there before
         self._servers.forget()
         for name, form in self._forms.items():
             found = state[_TABLES][name]

@@ -190,6 +190,7 @@ class Servers:
     def bear(self, key: jax.Array) -> None:
         """Makes the first rows of all tables; all processes call it. **Arguments:** `key`: that the step is given."""
         self.forget()
+        self.meet()  # others may read what was there before
         data = np.asarray(jax.random.key_data(key))
         self._first_asks(lambda part: self._asking.packed("bear", part, {}, {"key": data}))
 

@@ -116,7 +116,6 @@ class WorkerStep:
         self._pushing.wait_for_own()
         self._lags.clear()
         self._servers.bear(key)
-        self._servers.meet()
         self._adopt(0)
         on = self._form.shardings
         return self._own(self._state(place(np.int32(0), on.step), self._programs.key(place(key, on.key))))
