@@ -1,6 +1,5 @@
 """What every test gets: 8 virtual CPU devices, no leaked threads, and no skip that goes unseen in CI."""
 
-import functools
 import gc
 import importlib
 import importlib.util
@@ -9,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,10 @@ import hypothesis
 import jax
 import jaxtyping
 import pytest
-from jax._src import compilation_cache
-from jax._src.lru_cache import LRUCache
 
 pytest.register_assert_rewrite("tests.support")  # what it asserts says what it compared; before any of it is imported
 
+from tests.support.compiled import share_compiled  # noqa: E402 (behind what rewrites it)
 from tests.support.suite_time import SuiteTime, begin_long_ones_first, scope_of  # noqa: E402 (behind what rewrites it)
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
@@ -53,26 +50,10 @@ if os.environ.get("BRAIDAX_TESTS_COMPILE") != "fully":
 jax.config.update("jax_traceback_in_locations_limit", 0)
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
-# It is compiled once for all tests, and for the next run. Child processes, which tests kill, share in nothing.
-COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
+# Child processes, which tests kill, share in nothing, but for forks (tests/support/gang/forks.py).
+share_compiled()
+
 AOT = Path(sys.prefix) / "aot"
-jax.config.update("jax_compilation_cache_dir", str(COMPILED))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def write_whole(cache: LRUCache, key: str, value: bytes) -> None:
-    """Stores a program under another name first: others read while it is written, and who writes may be killed."""
-    part = cache.path / f"{key}.{os.getpid()}.{threading.get_ident()}.part"
-    part.write_bytes(value)
-    part.replace(cache.path / f"{key}-cache")
-
-
-LRUCache.put = write_whole
-
-# Programs are written more often than read: to write them shorter by a sixth takes three times as long.
-compilation_cache.compress_executable = functools.partial(zlib.compress, level=1)
-compilation_cache.decompress_executable = zlib.decompress
 
 hypothesis.settings.register_profile("local", deadline=None, max_examples=30)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from braidax.gang import LocalGang
+from tests.support.gang.forks import fork_children
 from tests.support.parallel.served.exports import write_once
 from tests.support.parallel.served.losing import mend
 
@@ -24,8 +25,16 @@ class _Gangs(dict[int, LocalGang]):
 _GANGS = _Gangs()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ranks_are_forks() -> Iterator[None]:
+    """Lets gangs begin with what their ranks import."""
+    with pytest.MonkeyPatch.context() as patch:
+        fork_children(patch, "tests.support.parallel.workers.teams", "braidax.parallel.served.on_servers.server")
+        yield
+
+
 @pytest.fixture(scope="module")
-def gangs() -> dict[int, LocalGang]:
+def gangs(ranks_are_forks: None) -> dict[int, LocalGang]:
     """Gangs of 1, 2 and 3 ranks, and of more for who asks before a test begins, which may leave no thread behind.
 
     A test that kills a rank uses `mended`; one that changes for good what a rank runs starts a gang of its own.

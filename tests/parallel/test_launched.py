@@ -27,10 +27,20 @@ from tests.support.tree import ROOT
 Launch = Callable[..., tuple[int, str]]
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder for what processes of these tests compile, each program once. What a killed one was writing is told and
+    compiled again."""
+    return str(tmp_path_factory.mktemp("compiled"))
+
+
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
+def launched(compiled: str, monkeypatch: pytest.MonkeyPatch) -> Launch:
     """Returns a function that launches a case, and returns the exit code and what was written."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", compiled)
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
     def run(*case: str, processes: int, servers: int, log: io.StringIO | None = None, **options: Any) -> Any:

@@ -32,7 +32,7 @@ def numbers(case: str) -> list[float]:
     assert {len(group.exchange.hops) for group in groups} == {hops}
     state, found = step.init(jax.random.key(0)), list[float]()
     batches = [place(make_batch(seed), step.batch_shardings) for seed in range(3)]
-    for batch, coming in zip(batches, [*batches[1:], None], strict=True):
+    for batch, coming in zip(batches, [*batches[1:], batches[0]], strict=True):
         # Of several processes each update knows what comes: which changes no number.
         state, metrics = step.update(state, batch, coming=coming if jax.process_count() > 1 else None)
         found.append(float(metrics["loss"]))

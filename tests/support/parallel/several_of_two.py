@@ -4,6 +4,9 @@ tests.support.parallel.several_of_two one_of_two "hybrid_of_two: two axes"` tell
 import json
 import sys
 
+import pytest
+
+from tests.support.gang.forks import fork_children
 from tests.support.parallel import hybrid_of_two, one_of_two, served_of_two
 
 CASES = {
@@ -20,5 +23,7 @@ def numbers(case: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:]:
-        sys.stdout.write(json.dumps(numbers(each)) + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        fork_children(patch, "optax", "braidax.parallel.served.on_servers.server")
+        for each in sys.argv[1:]:
+            sys.stdout.write(json.dumps(numbers(each)) + "\n")

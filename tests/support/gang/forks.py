@@ -1,0 +1,208 @@
+"""Ranks of a `LocalGang`, and workers of sources, that are forks of a process which has imported what they need: that
+takes longer than most of what tests ask of them. They share in what is compiled, too. `tests/gang` has ranks as users
+have them, and most of `tests/data` such workers.
+
+An order is a line of JSON, what `subprocess.Popen` would be given, with the descriptors of the fork; the answer is
+the number of its process, which is a child of who gave the order, as any rank is.
+"""
+
+import atexit
+import ctypes
+import fcntl
+import functools
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import jax
+import pytest
+
+from tests.support.compiled import share_compiled
+from tests.support.tree import ROOT
+
+_ORDER_BYTES, _MAX_DESCRIPTORS = 1 << 18, 16
+_SET_CHILD_SUBREAPER = 36  # of prctl
+_LOST = "sys.path[:] = []"  # who has no paths is to find nothing
+_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+_READ_EARLY = ("PYTHON", "LD_")  # variables that imports have read
+_FORKED = ("from braidax.gang.child import main", "from braidax.data.workers.processes.child import main")  # their code
+
+
+def fork_children(patch: pytest.MonkeyPatch, *imported: str) -> None:
+    """Lets gangs and sources that this process starts from now on have forks, for as long as the patch is there.
+
+    **Arguments:** `imported`: modules that the forks have.
+    """
+    if sys.platform != "linux" or os.environ.get("BRAIDAX_TESTS_COMPILE") == "fully":
+        return  # elsewhere nobody can adopt a grandchild, and by `make nightly` all begin anew
+    start = subprocess.Popen._execute_child  # pyright: ignore[reportAttributeAccessIssue]
+
+    def execute_child(popen: Any, args: Any, *more: Any) -> None:
+        _, _, _, pass_fds, folder, environment, _, _, _, *pipes = more[:15]
+        environment = os.environ if environment is None else environment
+        if not _can_be(args, environment):
+            start(popen, args, *more)
+            return
+        given = [standard if pipe == -1 else pipe for standard, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
+        group = 0 if more[-1] == 0 else os.getpgrp()
+        popen.pid = _nursery(imported).fork(args, environment, folder, group, [*given, *pass_fds], [0, 1, 2, *pass_fds])
+        popen._child_created = True
+        popen._close_pipe_fds(*pipes)
+
+    patch.setattr(subprocess.Popen, "_execute_child", execute_child)
+
+
+def _can_be(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Says whether a fork can be what is to be started."""
+    early = [
+        {name: value for name, value in one.items() if name.startswith(_READ_EARLY) and name != "PYTHONUNBUFFERED"}
+        for one in (_ENVIRONMENT, environment)
+    ]
+    if early[0] != early[1] or any(name.startswith("JAX_") for name in _ENVIRONMENT.keys() - environment.keys()):
+        return False
+    is_known = any(words in one for one in arguments for words in _FORKED)
+    return is_known and not any(_LOST in one for one in arguments)
+
+
+@final
+class _Nursery:
+    """The process that forks. It ends with this one."""
+
+    def __init__(self, imported: Sequence[str]) -> None:
+        self._lock, self._prctl = threading.Lock(), ctypes.CDLL(None).prctl
+        self._orders, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with there:
+            command = [sys.executable, "-m", "tests.support.gang.forks", str(there.fileno()), *imported]
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=_ENVIRONMENT, pass_fds=[there.fileno()], process_group=0
+            )
+        atexit.register(self._end)
+
+    def fork(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        folder: str | None,
+        group: int,
+        descriptors: Sequence[int],
+        numbers: Sequence[int],
+    ) -> int:
+        """Starts a process whose descriptors have these numbers. **Returns:** its own number.
+
+        **Arguments:** `group`: the group that it joins; 0 is one of its own.
+        """
+        order = {
+            "arguments": arguments[arguments.index("-c") + 1 :],
+            "environment": dict(environment),
+            "folder": folder,
+            "group": group,
+            "mask": [*signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+            "descriptors": numbers,
+        }
+        with self._lock:
+            self._prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # for the fork of a fork that has ended
+            try:
+                socket.send_fds(self._orders, [json.dumps(order).encode()], descriptors)
+                return int(self._orders.recv(100))
+            finally:
+                self._prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+    def _end(self) -> None:
+        self._orders.close()
+        self._process.wait(30)
+
+
+@functools.cache
+def _nursery(imported: Sequence[str]) -> _Nursery:
+    return _Nursery(imported)
+
+
+def _serve(orders: socket.socket) -> Any:
+    """Forks a process for each order. **Returns:** in a fork its order, and in this process nothing, at the end."""
+    while True:
+        text, received, *_ = socket.recv_fds(orders, _ORDER_BYTES, _MAX_DESCRIPTORS)
+        if not text:
+            return None
+        order = json.loads(text)
+        told, tell = os.pipe()
+        between = _fork()
+        if between == 0:
+            pid = _fork()
+            if pid:
+                os.write(tell, str(pid).encode())
+                os._exit(0)
+            orders.close()
+            os.close(told)
+            os.close(tell)
+            _take_over(received, order["descriptors"])
+            return order
+        os.waitpid(between, 0)
+        for descriptor in (*received, tell):
+            os.close(descriptor)
+        orders.sendall(os.read(told, 100))
+        os.close(told)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():  # JAX warns of forks for its threads' sake: here it has begun none
+        warnings.simplefilter("ignore")
+        return os.fork()
+
+
+def _take_over(received: Sequence[int], wanted: Sequence[int]) -> None:
+    """Gives descriptors the numbers that they are to have."""
+    beyond = max([*received, *wanted]) + 1
+    kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, beyond) for descriptor in received]
+    for descriptor in received:
+        os.close(descriptor)
+    for descriptor, number in zip(kept, wanted, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def _become(order: Mapping[str, Any]) -> types.CodeType:
+    """Makes this process what the order says. **Returns:** the code that it is to run."""
+    os.setpgid(0, order["group"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, order["mask"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {name: value for name, value in os.environ.items() if name.startswith("JAX_")}
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.chdir(order["folder"])
+    for name, value in os.environ.items():
+        if name.startswith("JAX_") and before.get(name) != value:
+            jax.config.update(name.lower(), _as(jax.config.values[name.lower()], value))
+    code, *arguments = order["arguments"]
+    sys.argv = ["-c", *arguments]
+    return compile(code, "<string>", "exec")
+
+
+def _as(known: Any, value: str) -> Any:
+    """Returns a value as JAX reads it from the environment, given another one of its option."""
+    if isinstance(known, bool):
+        return value.lower() in ("1", "true")
+    return int(value) if isinstance(known, int) else value
+
+
+def _main(orders: int, *imported: str) -> None:
+    share_compiled()
+    for name in imported:
+        importlib.import_module(name)
+    order = _serve(socket.socket(fileno=orders))
+    if order is not None:
+        code = _become(order)
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(code, vars(sys.modules["__main__"]))
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), *sys.argv[2:])
