@@ -24,6 +24,7 @@ from braidax.data.loader import DataLoader
 from braidax.data.sampling.order import Cursor
 from braidax.data.source import Source
 from braidax.data.workers.processes import InProcesses, in_processes
+from tests.support.gang.forks import fork_children
 
 NUM_SAMPLES = 75
 SPECS = (
@@ -202,9 +203,11 @@ def deaths(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def processes(deaths: Path) -> Iterator[InProcesses]:
-    source = in_processes(Faulty(slow_seconds=0.003, deaths=deaths), num_workers=2, timeout_seconds=60)
-    yield source
-    source.close()
+    with pytest.MonkeyPatch.context() as patch:
+        fork_children(patch, "braidax.data", "braidax.data.workers.processes.child")
+        source = in_processes(Faulty(slow_seconds=0.003, deaths=deaths), num_workers=2, timeout_seconds=60)
+        yield source
+        source.close()
     assert list(deaths.glob("died *"))
 
 

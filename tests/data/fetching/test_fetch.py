@@ -25,6 +25,7 @@ from braidax.data.source import VARYING
 from braidax.errors import ArgumentError, BraidaxError, FormatError, ReadError, RecordError, WaitTimeout
 from braidax.spans import Trace
 from tests.support.data.numbered import Large, Numbers, all_ids, check, ids, peeked, reading_threads
+from tests.support.gang.forks import fork_children
 
 SAMPLE_BYTES = 6 * 4 + 4
 
@@ -542,7 +543,8 @@ def test_depth_may_be_set_from_outside(mesh: Mesh) -> None:
 # Workers and varying leaves
 
 
-def test_processes_read_the_same_batches_and_end_with_the_loader(mesh: Mesh) -> None:
+def test_processes_read_the_same_batches_and_end_with_the_loader(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_children(monkeypatch, "braidax.data", "braidax.data.workers.processes.child")
     data = {"x": np.arange(64, dtype=np.int32)}
     plain = [np.asarray(batch["x"]).tolist() for batch in DataLoader(data, mesh, P("data"), batch_size=8)]
     with DataLoader(data, mesh, P("data"), batch_size=8, workers="processes") as loader:

@@ -39,6 +39,15 @@ from tests.support.data.troubled import (
     hears_no_interrupt,
     runs,
 )
+from tests.support.gang.forks import fork_children
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_are_forks() -> Iterator[None]:
+    """Lets workers begin with what they import; those of programs below are such as users have."""
+    with pytest.MonkeyPatch.context() as patch:
+        fork_children(patch, "braidax.data", "braidax.data.workers.processes.child", "tests.support.data.troubled")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def source(folder: Path) -> Iterator[InProcesses]:
+def source(folder: Path, workers_are_forks: None) -> Iterator[InProcesses]:
     """Two workers that all tests share; a test that ends one leaves another in its place."""
     source = in_processes(Troubled(folder), num_workers=2, timeout_seconds=60)
     yield source
