@@ -14,7 +14,7 @@ import polars as pl
 import pytest
 from safetensors.numpy import load_file
 
-from tests.support.laws.pages import Pages, fresh_processes
+from tests.support.laws.pages import Pages, fresh_processes, strange
 from tests.support.tree import ROOT
 
 LAUNCH = ["-m", "braidax.cli", "launch", "--processes", "2", "--devices-per-process", "2"]
@@ -39,7 +39,7 @@ EXPECTED = {
 }
 
 TOLD_TWICE = "load_explicit"  # by one process, and by two
-ALIKE = ("load_set_mesh", "load_equinox")  # others stand for them by day: load_explicit, load_nnx
+ALIKE = ("load_jit", "load_set_mesh", "load_equinox")  # others stand for them by day: load_explicit, load_nnx
 
 Run = Callable[..., Trained]
 
@@ -167,6 +167,7 @@ def test_a_resnet_learns_from_a_folder_of_images(told: Told) -> None:
     assert number(output, r"step 44: (\d+) % of the test images are right") > 60
 
 
+@pytest.mark.slow  # a DLRM learns in tests/tasks, and Parquet is read in tests/data
 def test_a_dlrm_learns_from_parquet(told: Told, tmp_path: Path) -> None:
     kinds = {
         "clicked": np.arange(900) % 2,
@@ -185,6 +186,7 @@ def test_a_dlrm_learns_from_parquet(told: Told, tmp_path: Path) -> None:
     assert number(output, r"step 140: test loss (\S+),") < 0.5
 
 
+@pytest.mark.slow  # a part is trained in tests/parallel/test_trainable.py, and runs are exported in tests/checkpoint
 def test_a_head_is_trained_on_a_frozen_trunk(told: Told, tmp_path: Path) -> None:
     output = told("finetune.py")
     assert number(output, r"step 240: (\d+) % of the test samples are right") > 70
@@ -209,6 +211,13 @@ def test_a_torch_script_goes_on_amid_an_epoch(told: Told, tmp_path: Path) -> Non
     again = told("torch_images.py", "--data", "runs/torch/images", "--epochs", "3")
     assert 16 <= number(again, r"going on after step (\d+)\n") <= 22
     assert number(again, r"step 33: (\d+) % of the test images") > 60
+
+
+@pytest.mark.parametrize("name", [*EXPECTED, *(name for name in WHOLE if name != "quickstart")])
+def test_examples_use_what_there_is(name: str) -> None:
+    """Those of the night, too."""
+    text = (ROOT / "examples" / f"{name}.py").read_text()
+    assert strange(f"```python\n{text}\n```\n") == []
 
 
 def test_all_whole_examples_are_tested_and_short() -> None:

@@ -1,4 +1,4 @@
-"""Docs: every Python example in the README and in `docs/` runs, block after block, in an empty folder.
+"""Docs: every Python example in the README and in `docs/` runs, block after block, in an empty folder; some by night.
 
 Each page runs in a process of its own, on a machine that has one device: a page that needs more says so at its top.
 """
@@ -9,18 +9,32 @@ from typing import Any
 
 import pytest
 
-from tests.support.laws.pages import Pages, blocks, fresh_processes, run
+from tests.support.laws.pages import Pages, blocks, fresh_processes, run, strange
 from tests.support.tree import ROOT
 
-# They start gang after gang: by day tests/parallel/served and tests/cli/test_launch.py start the like.
-OF_GANGS = ("docs/many_machines.md", "docs/servers.md")
+# These take longest, and what they show is tested by day where it is at home: tests/parallel, tests/data, tests/frame,
+# tests/torch, tests/gang, tests/cli. Of these pages the names and the keywords are looked at by day.
+BY_NIGHT = (
+    "docs/coming_from.md",
+    "docs/coming_from_torchrec.md",
+    "docs/coming_from_trainers.md",
+    "docs/frames.md",
+    "docs/images.md",
+    "docs/loader.md",
+    "docs/many_machines.md",
+    "docs/one_to_many.md",
+    "docs/own_model.md",
+    "docs/servers.md",
+    "docs/strategies.md",
+    "docs/torch.md",
+)
 
 
 def documents() -> list[Any]:
     """Returns the paths of all documents that have examples, relative to the repository."""
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     names = [path.relative_to(ROOT).as_posix() for path in paths if blocks(path.read_text())]
-    return [pytest.param(name, marks=pytest.mark.slow if name in OF_GANGS else ()) for name in names]
+    return [pytest.param(name, marks=pytest.mark.slow if name in BY_NIGHT else ()) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +47,24 @@ def pages() -> Iterator[Pages]:
 def test_examples_run(document: str, pages: Pages, tmp_path: Path) -> None:
     status, output = pages.run(ROOT / document, tmp_path)
     assert status == 0, output
+
+
+@pytest.mark.parametrize("document", BY_NIGHT)
+def test_pages_of_the_night_use_what_there_is(document: str) -> None:
+    assert strange((ROOT / document).read_text()) == []
+
+
+def test_names_and_keywords_that_are_not_there_are_found() -> None:
+    code = (
+        "import braidax as bx\nfrom braidax.data import Nothing\nbx.Loader\nbx.DataLoader.none\n"
+        "bx.Every(minutes=3)\nbx.Every(3)\nx = bx.checkpoint.restore(1).nothing\n"
+    )
+    assert strange(f"Text\n{code_of(code)}") == [
+        "line 4: Nothing",
+        "line 5: bx.Loader",
+        "line 6: bx.DataLoader.none",
+        "line 7: bx.Every(…, minutes=…)",
+    ]
 
 
 def test_a_page_runs_on_one_device_and_a_broken_one_is_found(

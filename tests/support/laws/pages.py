@@ -2,22 +2,26 @@
 
 As a program it takes pages, notebooks and scripts from its input, and runs each in a process of its own in which JAX
 has not begun: a fork, so that libraries are imported once. JAX finds the machine as it is: on CPU one device, unless
-the page asks for more.
+the page asks for more. What pages compile they share.
 """
 
+import ast
 import importlib
+import inspect
 import json
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from tests.support.compiled import share_compiled
 from tests.support.tree import ROOT
 
 _IMPORTED = (
@@ -30,6 +34,7 @@ _IMPORTED = (
     "braidax.checkpoint",
     "braidax.comm",
 )
+_MISSING = object()
 _OUTPUT = "output.txt"
 _LIMIT_SECONDS = 200  # of a page
 
@@ -60,6 +65,50 @@ def cells(text: str) -> list[tuple[int, str, bool]]:
             found.append((line, "".join(cell["source"]), True))
             line += len(cell["source"])
     return found
+
+
+def strange(text: str) -> list[str]:
+    """Returns the names of modules of ours that the blocks of a Markdown text use and that are not there, and the
+    keywords that what they call does not take."""
+    known: dict[str, Any] = {}
+    found: list[str] = []
+    nodes = [node for line, code, _ in blocks(text) for node in ast.walk(_parsed(line, code))]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "braidax":
+                    module = importlib.import_module(alias.name)
+                    known[alias.asname or "braidax"] = module if alias.asname else importlib.import_module("braidax")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "braidax":
+            module = importlib.import_module(str(node.module))
+            known |= {alias.asname or alias.name: getattr(module, alias.name, _MISSING) for alias in node.names}
+            found += [f"line {node.lineno}: {one.name}" for one in node.names if not hasattr(module, one.name)]
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and _named(node, known) is _MISSING:
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.Call) and callable(called := _named(node.func, known)):
+            given = inspect.signature(called).parameters.values()
+            if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in given):
+                taken = {parameter.name for parameter in given}
+                more = [one.arg for one in node.keywords if one.arg and one.arg not in taken]
+                found += [f"line {node.lineno}: {ast.unparse(node.func)}(…, {word}=…)" for word in more]
+    return found
+
+
+def _parsed(line: int, code: str) -> ast.Module:
+    return ast.increment_lineno(ast.parse(code), line - 1)
+
+
+def _named(node: ast.AST, known: dict[str, Any]) -> Any:
+    """Returns what an expression names, `_MISSING` where a module or a class has no such name, and else None."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = _named(node.value, known)
+    if not isinstance(owner, types.ModuleType | type):
+        return None
+    return getattr(owner, node.attr, _MISSING)
 
 
 def run(document: Path, *arguments: str) -> None:
@@ -110,6 +159,7 @@ def fresh_processes() -> Generator[Pages, None, None]:
 
 
 def _serve(requests: IO[str], answers: IO[str]) -> None:
+    share_compiled()
     for name in _IMPORTED:
         importlib.import_module(name)
     for line in requests:
