@@ -101,11 +101,18 @@ def test_a_signal_stops_all_ranks_when_they_have_saved(tmp_path: Path, number: i
     wait_until_gone(pids, seconds=0.1)
 
 
+# By night a second run goes on: by day that of one process in test_train.py, of two in tests/test_trained_together.py.
 @pytest.mark.parametrize(
-    "command",
-    [["launch", "-n", "2", "program.py"], pytest.param([*DIGITS, "--out", "run"], marks=pytest.mark.slow)],
+    ("command", "num_runs"),
+    [
+        (["launch", "-n", "2", "program.py"], 1),
+        pytest.param(["launch", "-n", "2", "program.py"], 2, marks=pytest.mark.slow),
+        pytest.param([*DIGITS, "--out", "run"], 2, marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_that_is_stopped_takes_a_last_checkpoint_and_goes_on(tmp_path: Path, command: list[str]) -> None:
+def test_a_run_that_is_stopped_takes_a_last_checkpoint_and_goes_on(
+    tmp_path: Path, command: list[str], num_runs: int
+) -> None:
     (tmp_path / "program.py").write_text(FIT)
     # The second run takes over what the first has compiled: the test is about the end, not about the compiler.
     environment = {
@@ -117,7 +124,7 @@ def test_a_run_that_is_stopped_takes_a_last_checkpoint_and_goes_on(tmp_path: Pat
         "PYTHONPATH": str(ROOT),
     }
     reached = [0]
-    for _ in range(2):
+    for _ in range(num_runs):
         with subprocess.Popen(
             [*COMMAND, *command],
             cwd=tmp_path,

@@ -74,13 +74,11 @@ def test_an_epoch_teaches_more_than_guessing(folder: Path) -> None:
     task = digits(folder)
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     strategies = {axis: DataParallel() for axis in mesh.axis_names}
-    step = parallelize(
-        task.loss, task.optimizer(33), mesh, strategies, init=task.init, batch=task.train.batch_spec(128)
-    )
+    step = parallelize(task.loss, task.optimizer(33), mesh, strategies, init=task.init, batch=task.train.batch_spec(64))
     state = step.init(jax.random.key(0))
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params)) == 76_674
-    loader = DataLoader(task.train, mesh, step.batch_shardings, batch_size=128, epochs=2)
-    test = DataLoader(task.test, mesh, step.batch_shardings, batch_size=128, seed=None, remainder="pad")
+    loader = DataLoader(task.train, mesh, step.batch_shardings, batch_size=64, epochs=1)
+    test = DataLoader(task.test, mesh, step.batch_shardings, batch_size=64, seed=None, remainder="pad")
     before = evaluate(step, state, test)
     after = evaluate(step, fit(step, state, loader, report=Report(show="nothing")), test)
     assert before["accuracy"] < 0.3
