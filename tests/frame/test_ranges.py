@@ -75,7 +75,7 @@ PLANS: dict[str, Callable[[pl.LazyFrame, pl.LazyFrame], pl.LazyFrame]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "size"), in_turns(PLANS, [1, 2, 3, 4], every=2))
+@pytest.mark.parametrize(("name", "size"), in_turns(PLANS, [1, 2, 3, 4], every=4))
 def test_ranges_give_what_one_process_gives(
     name: str, size: int, worlds: Worlds, monkeypatch: pytest.MonkeyPatch
 ) -> None:

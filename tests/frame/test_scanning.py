@@ -21,7 +21,7 @@ from braidax.frame.plan.nodes import read, read_bytes, topological
 from braidax.frame.plan.supplying import bytes_of
 from braidax.frame.sight.measuring import Measured
 from braidax.frame.sight.profiled import profile_of
-from tests.support.comm.ranks import outcomes
+from tests.support.comm.ranks import by_day, outcomes
 from tests.support.frame.running import asking, united
 
 NUM_FILES, ROWS = 8, 300
@@ -72,9 +72,7 @@ def test_fewer_files_than_that_are_read_by_rows(files: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("dealt")
-@pytest.mark.parametrize(
-    "count", [1, 2, 128, 129, 257, *(pytest.param(count, marks=pytest.mark.slow) for count in (127, 130, 255, 256))]
-)
+@pytest.mark.parametrize("count", by_day([1, 2, 128, 129, 257, 127, 130, 255, 256], 1, 129))
 def test_any_number_of_files_row_groups_and_pieces(tmp_path: Path, count: int) -> None:
     table = pl.DataFrame({"k": np.arange(count) % 5, "v": np.arange(count)})
     rows = [table[i : i + 1] for i in range(count)]

@@ -74,7 +74,7 @@ def on_one_device(optimizer: Any, params: Any, frozen: set[str], num_updates: in
     ("strategy", "trainable", "microbatches", "optimizer"),
     [
         (bx.DataParallel(), "params/lora/*", 2, ADAM),
-        (bx.FullySharded(min_bytes=0), "params/lora/*", 1, ADAM),
+        pytest.param(bx.FullySharded(min_bytes=0), "params/lora/*", 1, ADAM, marks=pytest.mark.slow),
         (bx.Hybrid(dense=bx.FullySharded(min_bytes=0)), ["params/lora/*", "params/base/table"], 2, MOMENTUM),
     ],
     ids=["whole, microbatches", "gathered", "rows, gathered, microbatches"],

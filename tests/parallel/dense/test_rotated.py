@@ -44,7 +44,7 @@ def hops_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("gpt, kept", "8 auto", "one axis", marks=SLOW),
         ("mlp", "4x2 explicit", "beside rows"),
         pytest.param("mlp", "4x2 auto", "gathered on", marks=SLOW),
-        ("resnet", "8 auto", "one axis"),
+        pytest.param("resnet", "8 auto", "one axis", marks=SLOW),
         pytest.param("lstm", "8 explicit", "one axis", marks=SLOW),
         pytest.param("dlrm", "8 auto", "one axis", marks=SLOW),
         pytest.param("bert", "8 auto", "one axis", marks=SLOW),

@@ -90,7 +90,7 @@ def _small(optimizer: Any, strategy: Any, **options: Any) -> bx.Step:
 @pytest.mark.parametrize(
     ("hybrid", "options", "most_rounds"),
     [
-        (BY_HAND, {"microbatches": 2}, 1),
+        pytest.param(BY_HAND, {"microbatches": 2}, 1, marks=SLOW),  # by night; test_trainable.py has some by day
         pytest.param(replace(BY_HAND, row_optimizers={"*": row_optimizer(optax.adam(3e-2))}), {}, 1, marks=SLOW),
         (replace(BY_HAND, touched={"params/words": FEW}), {"metrics": ["grad_norm"]}, 2),
     ],

@@ -23,6 +23,7 @@ from braidax.parallel.served.on_servers.shard import Shard
 from braidax.parallel.served.programs import TableForm, rules_of_own, table_form
 from braidax.parallel.served.wire import packed
 from braidax.program import trace
+from tests.support.comm.ranks import by_day
 from tests.support.parallel.served.server import made
 
 PAGE = 4096
@@ -142,7 +143,7 @@ def big_form(optimizer: Any, num_rows: int) -> TableForm:
     return table_form("table", jax.ShapeDtypeStruct((num_rows, 64), np.float32), born, rules_of_own(optimizer))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", by_day(OPTIMIZERS, "adam", "row_adagrad"))
 def test_a_shard_with_little_memory_is_that_of_memory(tmp_path: Path, optimizer: str) -> None:
     """To the bit: what is pulled, what was moved, what lies there, and rows that are put."""
     form, random = big_form(OPTIMIZERS[optimizer], 3000), np.random.default_rng(0)

@@ -45,7 +45,10 @@ class Team:
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=SLOW), 3])  # on disk it is two
-@pytest.mark.parametrize(("admit_at", "expire_after"), [(1, None), (3, None), (1, 4), (2, 1), (3, 7)])
+@pytest.mark.parametrize(
+    ("admit_at", "expire_after"),
+    [pytest.param(1, None, marks=SLOW), (3, None), (1, 4), pytest.param(2, 1, marks=SLOW), (3, 7)],
+)
 def test_rows_are_what_is_said(size: int, admit_at: int, expire_after: int | None) -> None:
     check_rows(size, Seen(ROWS, admit_at=admit_at, expire_after=expire_after))
 

@@ -17,7 +17,11 @@ CASES = {"layers": layers(4), "gpt": gpt(3), "residual": residual(norm=True)}
 
 @pytest.mark.parametrize(
     ("name", "places", "recompute"),
-    [("layers", slice(None), True), ("gpt", slice(2, None, 2), False), ("residual", slice(None), False)],
+    [
+        ("layers", slice(None), True),
+        ("gpt", slice(2, None, 2), False),
+        pytest.param("residual", slice(None), False, marks=pytest.mark.slow),
+    ],
 )
 def test_stages_equal_the_whole_loss(name: str, places: slice, recompute: bool) -> None:
     case = CASES[name]

@@ -66,10 +66,10 @@ def straight(params: Any, batch: Any) -> jax.Array:
     ("workers", "optimizer", "fn", "copies"),
     [
         (2, "clipped adagrad", loss, 2),
-        (2, "scheduled", dense_loss, 1),
         *(
             pytest.param(*one, marks=pytest.mark.slow)
             for one in [
+                (2, "scheduled", dense_loss, 1),
                 (1, "adam", loss, 1),
                 (2, "adam", loss, 2),
                 (2, "clipped adagrad", loss, 1),
