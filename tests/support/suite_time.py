@@ -6,21 +6,21 @@ from collections.abc import Mapping
 import pytest
 
 BUDGET_SECONDS: dict[str, int] = {
-    "checkpoint": 42,
-    "cli": 43,
+    "checkpoint": 40,
+    "cli": 38,
     "comm": 80,
     "connections": 4,
-    "data": 70,
-    "frame": 80,
+    "data": 62,
+    "frame": 77,
     "gang": 52,
     "harness": 11,
-    "laws": 47,
-    "parallel": 320,
+    "laws": 28,
+    "parallel": 288,
     "program": 32,
-    "tasks": 29,
+    "tasks": 27,
     "torch": 8,
     "tune": 19,
-    "tests": 33,
+    "tests": 26,
 }
 """Of all tests of a folder, one after the other, in the shares that the last whole run had; `tests` are the files that
 lie in no folder."""
