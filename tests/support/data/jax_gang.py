@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from braidax.data.source import Box, Source
 from braidax.gang import LocalGang
+from tests.support.gang.forks import fork_children
 
 RUN_SECONDS = 120.0
 
@@ -26,12 +28,16 @@ def jax_gang(num_processes: int, devices_per_process: int) -> Generator[LocalGan
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "PJRT_NPROC": str(max(os.cpu_count() or 1, 2 * devices_per_process)),  # see gang/runner.py
     }
-    with LocalGang(num_processes, environment=environment) as gang:
-        gang.run(_join, devices_per_process, timeout_seconds=RUN_SECONDS)
-        yield gang
+    with pytest.MonkeyPatch.context() as patch:
+        fork_children(patch, "braidax.data", "braidax.checkpoint")
+        with LocalGang(num_processes, environment=environment) as gang:
+            gang.run(_join, devices_per_process, timeout_seconds=RUN_SECONDS)
+            yield gang
 
 
 def _join(comm: Any, devices_per_process: int) -> None:
+    # Processes that shared what they compile were seen to stand still.
+    jax.config.update("jax_enable_compilation_cache", False)
     address = b""
     if comm.rank == 0:
         with socket.socket() as free:
