@@ -1,1 +1,1 @@
-"""Schedules of pipelines, run: one process over several devices."""
+"""Schedules of pipelines, run over several devices, which may be those of several processes."""
