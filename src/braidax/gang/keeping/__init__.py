@@ -1,0 +1,1 @@
+"""What the ranks of a gang keep between calls, under names."""
