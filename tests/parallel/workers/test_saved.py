@@ -1,6 +1,7 @@
 """Checkpoints of what servers have of a run of workers."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,22 @@ from tests.support.parallel.workers.teams import BATCH, WORDS, assert_close, bat
 
 NUM_STEPS, SAVED = 8, 5
 SLOW = pytest.mark.slow
+Asked = Callable[[str, int, Any], object]
+"""Is told of each question that a step asks: its kind, the server, and its fields."""
+
+
+def watch(step: Any, *, before: Asked = lambda *_: None, behind: Asked = lambda *_: None) -> None:
+    """Lets others know what a step asks. **Arguments:** `before`, `behind`: the answer."""
+    ask = step._servers._asking.ask
+
+    def asked(rank: int, question: Any) -> Any:
+        kind, fields, _ = unpacked(question)
+        before(kind, rank, fields)
+        answer = ask(rank, question)
+        behind(kind, rank, fields)
+        return answer
+
+    step._servers._asking.ask = asked
 
 
 def trained(step: Any, state: Any, number: int, data: list[Any], after: Any = lambda state: None) -> Any:
@@ -102,37 +119,26 @@ def test_a_checkpoint_waits_for_all_copies(gangs: dict[int, LocalGang]) -> None:
     """The last push of the other worker comes late to one of two copies: both have what was saved, to the bit."""
     released, server = threading.Event(), 1  # which has a copy of the first part
 
-    def late(step: Any) -> None:
+    def late(kind: str, rank: int, fields: Any) -> None:
         """Lets the other worker's last push to that copy wait."""
-        ask = step._servers._asking.ask
+        if (kind, rank, fields.get("part"), fields.get("step")) == ("push", server, 0, NUM_STEPS - 1):
+            assert released.wait(60)
 
-        def asked(rank: int, question: Any) -> Any:
-            kind, fields, _ = unpacked(question)
-            if (kind, rank, fields.get("part"), fields.get("step")) == ("push", server, 0, NUM_STEPS - 1):
-                assert released.wait(60)
-            return ask(rank, question)
+    def releasing(wanted: str) -> Asked:
+        """Lets it come when the first worker asks that copy."""
 
-        step._servers._asking.ask = asked
-
-    def releasing(step: Any) -> None:
-        """Lets it come when the first worker waits for it, or behind the moment from which on nothing may change."""
-        ask = step._servers._asking.ask
-
-        def asked(rank: int, question: Any) -> Any:
-            kind, fields, _ = unpacked(question)
-            is_copy = (rank, fields.get("part")) == (server, 0)
-            if is_copy and kind == "pull":
+        def asked(kind: str, rank: int, fields: Any) -> None:
+            if (kind, rank, fields.get("part")) == (wanted, server, 0):
                 released.set()
-            answer = ask(rank, question)
-            if is_copy and kind == "hold":
-                released.set()
-            return answer
 
-        step._servers._asking.ask = asked
+        return asked
 
     def work(number: int, seat: Any) -> Any:
         with make_step(seat, bx.ParameterServers(copies=2), size=BATCH // 2) as step:
-            releasing(step) if number == 0 else late(step)
+            if number == 0:  # it waits for that push, or nothing may change from there on
+                watch(step, before=releasing("pull"), behind=releasing("hold"))
+            else:
+                watch(step, before=late)
             state = step.init(jax.random.key(0))
             for batch in batches(NUM_STEPS):
                 state, _ = step.update(state, own_part(batch, number, 2))
@@ -184,19 +190,18 @@ def test_who_begins_anew_waits_for_others_that_read(gangs: dict[int, LocalGang])
                 found = step.params()
                 step.init(jax.random.key(1))
                 return found
-            found, ask, meet = step.params(), step._servers._asking.ask, step._servers.meet
+            found, meet = step.params(), step._servers.meet
 
-            def asked(rank: int, question: Any) -> Any:
-                answer = ask(rank, question)
-                if unpacked(question).kind == "bear":
+            def bears(kind: str, rank: int, fields: Any) -> None:
+                if kind == "bear":
                     came.set()
-                return answer
 
             def met() -> None:
                 came.set()
                 meet()
 
-            step._servers._asking.ask, step._servers.meet = asked, met
+            watch(step, behind=bears)
+            step._servers.meet = met
             step.init(jax.random.key(1))
             return found
 
