@@ -47,6 +47,8 @@ def test_ranks_are_what_they_are_told(
     environment = {"BRAIDAX_TESTED": kind, "JAX_NUM_CPU_DEVICES": "3"}
     if kind == "forks":
         monkeypatch.delenv("BRAIDAX_TESTS_COMPILE", raising=False)
+        for name in ("PYTHONBREAKPOINT", "PYTHONHASHSEED", "LD_LIBRARY_PATH"):  # as Ray, Dask and OpenCV do
+            monkeypatch.setenv(name, "0")
         fork_children(monkeypatch, "jax")
     with LocalGang(2, environment=environment) as gang:
         for rank in gang.run(told):

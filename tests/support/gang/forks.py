@@ -33,8 +33,8 @@ _ORDER_BYTES, _MAX_DESCRIPTORS = 1 << 18, 16
 _SET_CHILD_SUBREAPER = 36  # of prctl
 _LOST = "sys.path[:] = []"  # who has no paths is to find nothing
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-_READ_EARLY = ("PYTHON", "LD_")  # variables that imports have read
-_READ_LATE = ("PYTHONUNBUFFERED", "PYTHONBREAKPOINT")  # the latter is set by Ray
+# Variables that a process reads as it begins, and tests set; others are set by Ray, Dask and OpenCV for their children.
+_READ_EARLY = ("PYTHONDEVMODE", "PYTHONHOME", "PYTHONOPTIMIZE", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONWARNINGS")
 _FORKED = ("from braidax.gang.child import main", "from braidax.data.workers.processes.child import main")  # their code
 
 
@@ -64,11 +64,8 @@ def fork_children(patch: pytest.MonkeyPatch, *imported: str) -> None:
 
 def _can_be(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Says whether a fork can be what is to be started."""
-    early = [
-        {name: value for name, value in one.items() if name.startswith(_READ_EARLY) and name not in _READ_LATE}
-        for one in (_ENVIRONMENT, environment)
-    ]
-    if early[0] != early[1] or any(name.startswith("JAX_") for name in _ENVIRONMENT.keys() - environment.keys()):
+    differs = any(_ENVIRONMENT.get(name) != environment.get(name) for name in _READ_EARLY)
+    if differs or any(name.startswith("JAX_") for name in _ENVIRONMENT.keys() - environment.keys()):
         return False
     is_known = any(words in one for one in arguments for words in _FORKED)
     return is_known and not any(_LOST in one for one in arguments)
