@@ -106,6 +106,19 @@ def test_what_is_not_sharded_is_whole_on_each_device() -> None:
 
 
 @pytest.mark.parametrize(
+    ("sizes", "kinds", "memory"),
+    [
+        ((4, 1), (ROTATED, UNUSED), 800 + 200),  # nothing is whole, nothing gathered
+        ((2, 2), (ROTATED, FULLY_SHARDED), 1600 * (0.5 / 2 + 0.5) + 200 + 0.5 * (400 + 200)),  # of a half of each
+    ],
+)
+def test_a_ring_divides_all_and_gathers_nothing(sizes: tuple[int, ...], kinds: tuple[int, ...], memory: float) -> None:
+    work = WORK._replace(activation_bytes=400, gathered=((2, 0.5), (4, 0.5)))
+    found = predict(one(sizes, kinds), work, Cluster(4, 1e9, LINK))
+    assert found.memory_bytes[0] == pytest.approx(memory)
+
+
+@pytest.mark.parametrize(
     ("kind", "microbatches", "programs"), [(DATA, 2, 2), (ONE_EACH, 2, 5), (HALVED, 2, 7), (INTERLEAVED, 4, 17)]
 )
 def test_programs_take_their_time_besides(kind: int, microbatches: int, programs: int) -> None:

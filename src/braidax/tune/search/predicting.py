@@ -62,14 +62,16 @@ def predict(many: Candidates, work: Workload, cluster: Cluster) -> Predicted:
 
 class _Laid(NamedTuple):
     """How candidates divide variables. **Fields:** of each the `sizes` of its axes; among how many `parts` samples are
-    divided, and variables by rings and gathering (`moved`), by rows, by stages; `tensor`: among how many devices
-    products divide variables, activations and flops; bytes of `tables` by rows; the part `gradients` of all others that
-    have one, and the part of them that is `gathered` where it is used.
+    divided, and variables by rings, by gathering (`sharded`), by either (`moved`), by rows, by stages; `tensor`: among
+    how many devices products divide variables, activations and flops; bytes of `tables` by rows; the part `gradients`
+    of all others that have one, and the part of them that is `gathered` where it is used.
     """
 
     sizes: Any
     parts: Any
     tensor: Splits
+    rings: Any
+    sharded: Any
     moved: Any
     by_rows: Any
     stages: Any
@@ -80,13 +82,14 @@ class _Laid(NamedTuple):
 
 def _laid_out(many: Candidates, work: Workload) -> _Laid:
     sizes, kinds = many.sizes.astype(float), many.kinds
-    roles = kinds == TENSOR, (kinds == FULLY_SHARDED) | (kinds == ROTATED), kinds == HYBRID, np.isin(kinds, STAGES)
-    tensor, moved, by_rows, stages = (np.where(one, sizes, 1).prod(1) for one in roles)
-    by_rows = np.where((kinds == ROTATED).any(1), 1, by_rows)  # a ring has parts of tables, too
+    roles = [kinds == one for one in (TENSOR, ROTATED, FULLY_SHARDED, HYBRID)] + [np.isin(kinds, STAGES)]
+    tensor, rings, sharded, by_rows, stages = (np.where(one, sizes, 1).prod(1) for one in roles)
+    by_rows = np.where(rings > 1, 1, by_rows)  # a ring has parts of tables, too
     gradients = 1 - work.frozen_bytes / work.variable_bytes if work.variable_bytes else 0.0
     tables, parts = np.where(by_rows > 1, work.table_bytes, 0.0), sizes.prod(1) / tensor / stages
-    gathered = _by_size(work.gathered, moved)
-    return _Laid(sizes, parts, _divided(work, tensor), moved, by_rows, stages, tables, gradients, gathered)
+    gathered, moved = _by_size(work.gathered, sharded), rings * sharded
+    divided = _divided(work, tensor)
+    return _Laid(sizes, parts, divided, rings, sharded, moved, by_rows, stages, tables, gradients, gathered)
 
 
 def _by_size(known: Sequence[tuple[int, float]], sizes: Any) -> Any:
@@ -133,17 +136,18 @@ def _memory(many: Candidates, work: Workload, laid: _Laid) -> Any:
     tables are there as they come, as they are used, and both ways again as gradients.
     """
     share = laid.tables / work.variable_bytes if work.variable_bytes else 0.0
-    own = (work.variable_bytes - laid.tables) / laid.tensor.variables
+    held = laid.tensor.variables * laid.rings
+    own = (work.variable_bytes - laid.tables) / held
     given, pieces = own * laid.gradients, many.microbatches
-    part = 1 - laid.gathered + laid.gathered / laid.moved
-    kept = (own + given + work.state_bytes * (1 - share) / laid.tensor.variables) * part
+    part = 1 - laid.gathered + laid.gathered / laid.sharded
+    kept = (own + given + work.state_bytes * (1 - share) / held) * part
     tables = (laid.tables + work.state_bytes * share) / laid.by_rows
     rows = np.where(laid.by_rows > 1, 4 * work.row_bytes / laid.parts, 0.0)
     activations = work.activation_bytes / laid.parts / laid.tensor.activations / pieces * _in_flight(many, laid.stages)
-    in_tables = np.minimum((work.table_bytes - laid.tables) / laid.tensor.variables, own)
+    in_tables = np.minimum((work.table_bytes - laid.tables) / laid.tensor.variables, own * laid.rings)
     adds = (pieces > 1) & (laid.parts > 1) & (laid.stages == 1)  # stages add up in place
     added = np.where(adds, given * part + in_tables * laid.gradients, 0.0)
-    gathered = laid.gathered * (own + (own - in_tables) * laid.gradients * (1 - 1 / laid.moved))
+    gathered = laid.gathered * (own + (own - in_tables / laid.rings) * laid.gradients * (1 - 1 / laid.sharded))
     summed = np.where(laid.parts > 1, given * (1 - laid.gathered), 0.0) + gathered
     return (kept + tables + rows + np.maximum(activations + added, summed)) / laid.stages
 
