@@ -127,6 +127,27 @@ def test_programs_take_their_time_besides(kind: int, microbatches: int, programs
     assert found[1] - found[0] == pytest.approx(0.25 * programs)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "kinds", "touched"),
+    [
+        ((4, 1), (DATA, UNUSED), 3 * 800 + 2 * 1600),
+        ((4, 1), (ROTATED, UNUSED), (3 * 800 + 2 * 1600) / 4),
+        ((4, 1), (FULLY_SHARDED, UNUSED), (3 * 800 + 2 * 1600) * (0.5 / 4 + 0.5)),
+        ((2, 2), (TENSOR, FULLY_SHARDED), (3 * 800 + 2 * 1600) / 2 * (0.5 / 2 + 0.5)),
+        ((4, 1), (HYBRID, UNUSED), (3 * 800 + 2 * 1600) / 2),  # the other half are tables by rows
+        ((2, 2), (ONE_EACH, DATA), (3 * 800 + 2 * 1600) / 2),
+    ],
+)
+def test_an_update_takes_as_long_as_what_it_touches(
+    sizes: tuple[int, ...], kinds: tuple[int, ...], touched: float
+) -> None:
+    work = (TABLES if HYBRID in kinds else STAGED)._replace(gathered=((2, 0.5), (4, 0.5)))
+    clusters = [Cluster(4, 1e9, LINK, update_bytes_per_second=rate) for rate in (None, 100.0)]
+    found = [predict(one(sizes, kinds), work, cluster).seconds[0] for cluster in clusters]
+    assert found[1] - found[0] == pytest.approx(touched / 100)
+    assert work.touched_bytes == 3 * 800 + 2 * 1600
+
+
 def test_tables_in_a_ring_are_not_by_rows() -> None:
     found = [predict(one((2, 2), (kind, ROTATED)), TABLES, Cluster(4, 1e9, LINK)) for kind in (DATA, HYBRID)]
     assert found[0].memory_bytes == found[1].memory_bytes

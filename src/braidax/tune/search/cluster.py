@@ -16,6 +16,7 @@ class Cluster:
     devices of a host. `between`: that of one device to another host; None: as `inside`. `devices_per_host`: None: all.
     `memory_bytes`: of a device, if that limits. `step_seconds`: that a step takes besides, each microbatch.
     `program_seconds`: that each program takes besides which all devices run: to be dispatched to them, and to meet.
+    `update_bytes_per_second`: at which the optimizer's update reads and writes on one device; None: it takes no time.
 
     **Raises:** `ArgumentError` for what is no such number.
     """
@@ -28,9 +29,10 @@ class Cluster:
     memory_bytes: int | None = None
     step_seconds: float = 0.0
     program_seconds: float = 0.0
+    update_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("devices", "flops_per_second", "devices_per_host", "memory_bytes"):
+        for name in ("devices", "flops_per_second", "devices_per_host", "memory_bytes", "update_bytes_per_second"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ArgumentError(f"{name}={value}: expected a positive number, such as 8")

@@ -27,6 +27,7 @@ from .workload import Workload, workload
 
 AnyStep = Step | PipelinedStep
 _SHOWN, _WARM, _ROUNDS = 10, 2, 8
+_LEAST_SECONDS = 1e-6  # of gradients, where the clock says less
 
 
 @dataclass(frozen=True)
@@ -160,20 +161,44 @@ def _made(
 def _here(
     made: Callable[[Sequence[Any], int], Step], alone: Step, work: Workload, batch: Any, devices: Sequence[Any]
 ) -> Cluster:
-    """Measures the devices that are here: links, the rate at which one computes this loss beside all others, and what a
-    microbatch, and a program of all of them, takes besides: a data-parallel step takes as long as is predicted."""
+    """Measures the devices that are here: links, the rates at which one computes this loss and updates its variables
+    beside all others, and what a microbatch, and a program of all of them, takes besides: a data-parallel step takes as
+    long as is predicted."""
     num_samples, count = jax.tree.leaves(batch)[0].shape[0], len(devices)
     pieces = next((some for some in (4, 2) if num_samples % some == 0), 1)
     all_of_them, one = measure_machine(jax.make_mesh((count,), ("data",), devices=devices)), measure_machine(alone.mesh)
+    shared = one.flops_per_second / all_of_them.flops_per_second
     spread = [made(devices, 1)] if count > 1 and num_samples % count == 0 else []
+    updates = [_update_seconds(step) for step in [alone, *spread]]
     seconds, longer, *found = map(statistics.median, _seconds([alone, made(devices[:1], pieces), *spread], batch))
     each = max(0.0, longer - seconds) / max(1, pieces - 1)
-    rate = work.flops / seconds * all_of_them.flops_per_second / one.flops_per_second
-    cluster = Cluster(count, max(rate, 1.0), all_of_them.collective("data"), step_seconds=each)
+    rate = work.flops / max(seconds - updates[0], _LEAST_SECONDS) / shared
+    cluster = Cluster(
+        count,
+        max(rate, 1.0),
+        all_of_them.collective("data"),
+        step_seconds=each * shared,
+        update_bytes_per_second=max(work.touched_bytes, 1.0) / (updates[1] if spread else updates[0] * shared),
+    )
     if not found:
         return cluster
     expected = predict(Candidates(np.array([[count]]), np.array([[DATA]]), np.array([1]), ("data",)), work, cluster)
     return replace(cluster, program_seconds=max(0.0, found[0] - float(expected.seconds[0])) / NUM_PROGRAMS)
+
+
+def _update_seconds(step: Step) -> float:
+    """Returns the seconds of the optimizer's update of zeros by itself, the median of several."""
+    update = step.lower().apply
+    args, _ = update.args_info
+    compiled = update.compile()
+    zeros = jax.tree.map(lambda info: np.zeros(info.shape, info.dtype), args)
+    given, taken = list(jax.device_put(zeros, compiled.input_shardings[0])), list[float]()
+    for turn in range(_WARM + _ROUNDS):
+        start = time.perf_counter()
+        given[:3] = jax.block_until_ready(compiled(*given))  # it gives these up
+        if turn >= _WARM:
+            taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
 
 
 def _compiled(

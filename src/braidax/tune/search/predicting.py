@@ -26,8 +26,8 @@ class Predicted(NamedTuple):
 def predict(many: Candidates, work: Workload, cluster: Cluster) -> Predicted:
     """Predicts what each candidate takes.
 
-    Seconds are those of products (`flops / devices`, at the cluster's rate), of messages that these do not hide, and
-    what each microbatch takes besides. Along an axis of `N`, with `B` bytes of a variable where it is used: an
+    Seconds are those of products (`flops / devices`, at the cluster's rate), of messages that these do not hide, of the
+    optimizer's update, which reads and writes all that a device keeps, and what each microbatch takes besides. Along an axis of `N`, with `B` bytes of a variable where it is used: an
     all-reduce sends `2 B (N - 1) / N`; what is gathered, or goes around a ring, three times `B (N - 1) / N` in each
     microbatch (ZeRO, arXiv 1910.02054, section 7); tensor parallel products sum their results, and what these do not
     split each device has and computes whole; rows of tables go there and back, once forward and once as gradients
@@ -56,6 +56,8 @@ def predict(many: Candidates, work: Workload, cluster: Cluster) -> Predicted:
         inner = inner * size
     longer = (many.microbatches + fill) / many.microbatches
     besides = cluster.step_seconds * (many.microbatches + fill) + cluster.program_seconds * _num_programs(many)
+    if cluster.update_bytes_per_second is not None:
+        besides = besides + _touched(work, laid) / cluster.update_bytes_per_second
     seconds = computing * longer + exposed + besides
     return Predicted(seconds, _memory(many, work, laid), sent)
 
@@ -135,12 +137,9 @@ def _memory(many: Candidates, work: Workload, laid: _Laid) -> Any:
     is gradients before they are summed, and what is gathered. Microbatches add gradients up beside activations. Rows of
     tables are there as they come, as they are used, and both ways again as gradients.
     """
-    share = laid.tables / work.variable_bytes if work.variable_bytes else 0.0
-    held = laid.tensor.variables * laid.rings
-    own = (work.variable_bytes - laid.tables) / held
-    given, pieces = own * laid.gradients, many.microbatches
+    own, given, kept = _kept(work, laid)
+    pieces, share = many.microbatches, _in_tables(work, laid)
     part = 1 - laid.gathered + laid.gathered / laid.sharded
-    kept = (own + given + work.state_bytes * (1 - share) / held) * part
     tables = (laid.tables + work.state_bytes * share) / laid.by_rows
     rows = np.where(laid.by_rows > 1, 4 * work.row_bytes / laid.parts, 0.0)
     activations = work.activation_bytes / laid.parts / laid.tensor.activations / pieces * _in_flight(many, laid.stages)
@@ -149,7 +148,27 @@ def _memory(many: Candidates, work: Workload, laid: _Laid) -> Any:
     added = np.where(adds, given * part + in_tables * laid.gradients, 0.0)
     gathered = laid.gathered * (own + (own - in_tables / laid.rings) * laid.gradients * (1 - 1 / laid.sharded))
     summed = np.where(laid.parts > 1, given * (1 - laid.gathered), 0.0) + gathered
-    return (kept + tables + rows + np.maximum(activations + added, summed)) / laid.stages
+    return ((own + given + kept) * part + tables + rows + np.maximum(activations + added, summed)) / laid.stages
+
+
+def _touched(work: Workload, laid: _Laid) -> Any:
+    """Returns the bytes that a device reads and writes in an update. Of tables by rows these are few: none."""
+    _, given, kept = _kept(work, laid)
+    part = 1 - laid.gathered + laid.gathered / laid.sharded
+    return (3 * given + 2 * kept) * part / laid.stages
+
+
+def _kept(work: Workload, laid: _Laid) -> tuple[Any, Any, Any]:
+    """Returns the bytes of variables, of their gradients, and of what the optimizer keeps, all but tables by rows,
+    where nothing is sharded."""
+    held = laid.tensor.variables * laid.rings
+    own = (work.variable_bytes - laid.tables) / held
+    return own, own * laid.gradients, work.state_bytes * (1 - _in_tables(work, laid)) / held
+
+
+def _in_tables(work: Workload, laid: _Laid) -> Any:
+    """Returns the part of all variables that tables by rows are."""
+    return laid.tables / work.variable_bytes if work.variable_bytes else 0.0
 
 
 def _bubble(many: Candidates, stages: Any) -> Any:

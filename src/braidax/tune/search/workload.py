@@ -48,6 +48,11 @@ class Workload(NamedTuple):
     gathered: tuple[tuple[int, float], ...] = ()
 
     @property
+    def touched_bytes(self) -> float:
+        """What an update reads and writes on one device: variables and what is kept of them both ways, and gradients."""
+        return 3 * (self.variable_bytes - self.frozen_bytes) + 2 * self.state_bytes
+
+    @property
     def offered(self) -> Offered:
         """Which roles this has a use for."""
         return Offered(self.table_bytes > 0, self.most_stages)
