@@ -1,5 +1,6 @@
 """Spans: what is recorded, what is kept, what is exported."""
 
+import gzip
 import json
 import threading
 import time
@@ -151,8 +152,10 @@ def test_threads_record_to_one_trace_without_loss() -> None:
 
 
 def _saved(trace: Trace, folder: Path) -> list[dict[str, Any]]:
-    path = folder / "trace.json"
-    trace.save(path)
+    path, compressed = folder / "trace.json", folder / "trace.json.gz"
+    for one in (path, compressed):
+        trace.save(one)
+    assert gzip.decompress(compressed.read_bytes()) == path.read_bytes()
     return json.loads(path.read_text())["traceEvents"]
 
 

@@ -6,6 +6,7 @@ on the current thread; without one it costs a context-variable look-up and nothi
 """
 
 import contextlib
+import gzip
 import json
 import threading
 import time
@@ -179,6 +180,8 @@ class Trace:
 
         Each process has a group of tracks, and in it one per lane and thread.
 
+        **Arguments:** `path`: of the file; one whose name ends in `.gz` is compressed, which Perfetto reads, too.
+
         **Raises:** `ArgumentError` when there are none, and nothing is written, or when the file cannot be.
         """
         spans = self.spans
@@ -190,9 +193,11 @@ class Trace:
                 "that it was given to"
             )
             raise ArgumentError(f"path={str(path)!r}: this trace has no spans to write: {why}")
-        text = json.dumps({"traceEvents": _events(spans), "displayTimeUnit": "ms"})
+        data = json.dumps({"traceEvents": _events(spans), "displayTimeUnit": "ms"}).encode()
+        if Path(path).suffix == ".gz":
+            data = gzip.compress(data, mtime=0)
         try:
-            Path(path).write_text(text)
+            Path(path).write_bytes(data)
         except OSError as error:
             raise ArgumentError(
                 f"path={str(path)!r}: the trace cannot be written ({error.strerror}); expected a file in a folder that "

@@ -81,7 +81,7 @@ def test_folders_of_others_and_of_other_versions_are_refused(tmp_path: Path) -> 
     (tmp_path / "study.json").write_text('{"format": "braidax study 9"}')
     done = CliRunner().invoke(app, ["study", "--quick", "--out", str(tmp_path)])
     assert done.exit_code == 1
-    assert "is of the version 'braidax study 9', and this braidax reads and writes 'braidax study 1'" in done.stderr
+    assert "is of the version 'braidax study 9', and this braidax reads and writes 'braidax study 2'" in done.stderr
 
 
 @pytest.mark.parametrize(

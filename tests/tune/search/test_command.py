@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from braidax.cli import app
@@ -14,7 +15,8 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_a_cluster_from_a_file(tmp_path: Path) -> None:
+def test_a_cluster_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where the digits are written
     file = tmp_path / "cluster.json"
     file.write_text(Cluster(64, 1e12, Link(1e10, 1e-5)).to_json())
     code, output = run("--cluster", str(file))

@@ -49,7 +49,7 @@ def test_a_folder_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "study.json"
     path.write_text(path.read_text().replace(FORMAT, "braidax study 0"))
     words = (
-        "is of the version 'braidax study 0', and this braidax reads and writes 'braidax study 1'; give another folder"
+        "is of the version 'braidax study 0', and this braidax reads and writes 'braidax study 2'; give another folder"
     )
     with pytest.raises(ArgumentError, match=words):
         StudyFolder(tmp_path, ABOUT)

@@ -1,9 +1,11 @@
 """One real study of a tiny network: killed, gone on with, reported."""
 
 import csv
+import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -98,9 +100,13 @@ def test_runs_are_of_real_steps_and_lanes_add_up(studied: Studied) -> None:
     assert all(others)
 
 
+def _events(path: Path) -> list[dict[str, Any]]:
+    return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
 def test_traces_show_checkpoints_where_they_were_on(studied: Studied) -> None:
     for setting in DESIGN.settings:
-        events = json.loads((studied.path / "traces" / f"{setting.name}.json").read_text())["traceEvents"]
+        events = _events(studied.path / "traces" / f"{setting.name}.json.gz")
         lanes = {event["cat"] for event in events if event["ph"] == "X"}
         assert "step" in lanes
         assert ("checkpoint" in lanes) == (setting.checkpoint_every is not None)
@@ -173,11 +179,15 @@ def test_a_report_needs_a_whole_block(studied: Studied) -> None:
     assert find(DESIGN, runs[:4]).timed[0].seconds.num_blocks == 1
 
 
-def test_a_trace_that_is_gone_is_named(studied: Studied, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_bytes", [None, 0, 5, 500])
+def test_a_trace_that_is_gone_or_cut_is_named(studied: Studied, tmp_path: Path, num_bytes: int | None) -> None:
     folder = StudyFolder(tmp_path, ABOUT)
     for run in studied.folder.runs:
         folder.append(run)
-    with pytest.raises(ArgumentError, match=r"nothing\.json is no trace of this study .* give another --out"):
+    if num_bytes is not None:
+        shutil.copytree(studied.path / "traces", tmp_path / "traces")
+        os.truncate(tmp_path / "traces" / "nothing.json.gz", num_bytes)
+    with pytest.raises(ArgumentError, match=r"nothing\.json\.gz is no trace of this study .* give another --out"):
         write_report(folder, CASE, DESIGN)
 
 
@@ -193,7 +203,7 @@ def test_two_processes_train_in_stages(tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path, ABOUT)
     run_study(CASE, design, folder, place=Place(processes=2, devices=2))
     assert {run.setting.microbatches for run in folder.runs} == {None, 4}
-    trace = json.loads((tmp_path / "traces" / "microbatches=4.json").read_text())["traceEvents"]
+    trace = _events(tmp_path / "traces" / "microbatches=4.json.gz")
     steps = {(event["pid"], event["name"]) for event in trace if event["ph"] == "X" and event["cat"] == "step"}
     assert len({pid for pid, _ in steps}) == 2
     assert len(steps) == 2 * (4 + 3)

@@ -103,7 +103,7 @@ class Findings:
                 "setting": one.setting.to_dict(),
                 "seconds": asdict(one.seconds),
                 "lanes": dict(one.lanes),
-                "trace": f"traces/{one.setting.name}.json",
+                "trace": f"traces/{one.setting.name}.json.gz",
             }
             for one in self.timed
         ]

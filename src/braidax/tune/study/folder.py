@@ -13,7 +13,7 @@ from braidax.spans import Trace
 
 from .runs import Run
 
-FORMAT = "braidax study 1"
+FORMAT = "braidax study 2"
 """What the folder of a study says of its own form; one of another form is refused."""
 
 _ABOUT, _RUNS, _WRITTEN, _TRACES, _SCRATCH = "study.json", "runs.jsonl", "written.json", "traces", "scratch"
@@ -71,10 +71,10 @@ class StudyFolder:
 
     def keep_trace(self, setting: str, trace: Trace, *, is_first: bool) -> None:
         """Keeps the trace of a run under the setting's name: that of the first block, or any where there is none."""
-        path = self.path / _TRACES / f"{setting}.json"
+        path = self.path / _TRACES / f"{setting}.json.gz"
         if is_first or not path.exists():
             path.parent.mkdir(exist_ok=True)
-            part = path.with_name(f".{os.getpid()}.part")
+            part = path.with_name(f".{os.getpid()}.part.gz")
             trace.save(part)
             part.replace(path)
 

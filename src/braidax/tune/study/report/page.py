@@ -153,7 +153,7 @@ def _settings(findings: Findings, ids: Mapping[str, str]) -> str:
 
 def _timeline(one: Timed, ids: Mapping[str, str], design: Design, folder: Path) -> str:
     name = one.setting.name
-    place = f"traces/{name}.json"
+    place = f"traces/{name}.json.gz"
     drawing = timeline(folder / place, design.length(one.setting).num_warm)
     head = f"{escape(one.label)}: {milliseconds(one.seconds.value)} ms a step"
     link = f'<p><a href="{quote(place)}">the trace</a> <span class="faint">{escape(name)}</span></p>'

@@ -1,6 +1,8 @@
 """What ran when in a few steps of a setting, read from its trace."""
 
+import gzip
 import json
+import zlib
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, cast
@@ -29,12 +31,12 @@ _ROW, _LEFT = 16.0, 190.0
 def timeline(path: Path, first_step: int, *, width: float = 760.0) -> Drawing:
     """Draws three steps of a trace from one on: a row for each lane and thread that did anything in them.
 
-    **Arguments:** `path`: Perfetto JSON, as `Trace.save` writes it. `first_step`: counted from 0 in the run.
+    **Arguments:** `path`: Perfetto JSON, compressed, as `Trace.save` writes it. `first_step`: counted from 0 in the run.
 
     **Raises:** `ArgumentError` for a file that is no such trace.
     """
     try:
-        events = cast("list[dict[str, Any]]", json.loads(path.read_text())["traceEvents"])
+        events = cast("list[dict[str, Any]]", json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
         tracks = {(one["pid"], one["tid"]): str(one["args"]["name"]) for one in events if one["name"] == "thread_name"}
         spans = [one for one in events if one["ph"] == "X"]
         first = min(one["pid"] for one in spans if one["cat"] == "step")
@@ -46,7 +48,7 @@ def timeline(path: Path, first_step: int, *, width: float = 760.0) -> Drawing:
             if start < ended and end > begun:
                 row = _row(one["pid"], first, tracks[one["pid"], one["tid"]])
                 rows[row].append((max(start, begun), min(end, ended), str(one["cat"]), str(one["name"])))
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
         raise ArgumentError(
             f"{path} is no trace of this study ({type(error).__name__}: {error}); bring it back, or give another "
             "--out, where all is measured anew"
