@@ -3,11 +3,12 @@
 `attribution`: 20 ms are injected into each lane of a real run, and have to be found there and nowhere else. `adapt`: a
 disk that slows down. `tuning_cost`: a run with a tuner and without. `plans`: how long ranking takes.
 `searched`: what a search predicts, beside what is measured. `tuned`: a mix that a few trials find, beside others.
+`interaction`: which overlaps are in each other's way, predicted, beside what is measured.
 """
 
 import jax
 
-from benchmarks.balance import adapting, injecting, predicting, searched, tuned
+from benchmarks.balance import adapting, injecting, interacting, predicting, searched, tuned
 from benchmarks.harness import Report, arguments, run, say
 
 CASES = {
@@ -17,6 +18,7 @@ CASES = {
     "plans": predicting.measure_plans,
     "searched": searched.measure_searched,
     "tuned": tuned.measure_tuned,
+    "interaction": interacting.measure_interaction,
 }
 
 

@@ -1,13 +1,14 @@
 """The folder of a study: what is kept, gone on with, and refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from braidax.errors import ArgumentError
 from braidax.tune import LANES
-from braidax.tune.study import FORMAT, Run, Setting, StudyFolder
+from braidax.tune.study import FORMAT, Run, Setting, StudyFolder, Use
 from tests.support.tune.study.tiny import ABOUT
 
 
@@ -28,6 +29,15 @@ def test_runs_are_kept_and_a_line_that_was_cut_is_taken_away(tmp_path: Path) -> 
     again.append(run(1))
     assert path.read_bytes() == whole
     assert StudyFolder(tmp_path / "s", ABOUT).runs == (run(0), run(1))
+
+
+def test_a_run_keeps_what_it_took_of_the_cores_and_one_without_is_read() -> None:
+    used = replace(run(0), use=Use(core_seconds=0.4, num_cores=2.0, waited_seconds=0.01))
+    assert Run.from_line(used.to_line(), "here") == used
+    assert '"use"' not in run(0).to_line()
+    for strange, words in ((Use(-1.0, 2.0, 0.0), "a number that is no time"), (Use(0.4, 0.0, 0.0), "it has no cores")):
+        with pytest.raises(ArgumentError, match=rf"here has .*{words}"):
+            Run.from_line(replace(used, use=strange).to_line(), "here")
 
 
 def test_a_line_that_is_no_run_is_named(tmp_path: Path) -> None:

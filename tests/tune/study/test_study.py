@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from braidax.cores import usable_cores
 from braidax.errors import ArgumentError, CallFailed
 from braidax.tune.study import Design, Place, Progress, Run, StudyFolder, Written, run_study, write_report
 from braidax.tune.study.findings import find
@@ -100,6 +101,14 @@ def test_runs_are_of_real_steps_and_lanes_add_up(studied: Studied) -> None:
     assert all(others)
 
 
+def test_runs_note_what_they_took_of_the_cores_and_what_was_waited_for(studied: Studied) -> None:
+    for run in studied.folder.runs:
+        assert run.use is not None
+        assert run.use.num_cores == usable_cores()
+        assert run.use.core_seconds > 0
+        assert run.use.waited_seconds <= run.lanes["snapshot stall"] + 1e-9
+
+
 def _events(path: Path) -> list[dict[str, Any]]:
     return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
@@ -139,6 +148,17 @@ def test_numbers_of_the_page_are_those_of_the_results_and_lead_to_traces(studied
     assert anchors == set(re.findall(r'id="(t\d+)"', studied.page))
 
 
+def test_what_was_predicted_is_in_all_that_is_written(studied: Studied) -> None:
+    (crossed,) = studied.results["crossed"]
+    assert crossed["held"] == "undecided"  # two blocks decide nothing
+    seconds = crossed["predicted"]["seconds"]
+    assert sum(crossed["predicted"]["lanes"].values()) == pytest.approx(seconds)
+    assert f'>{milliseconds(seconds)}</td><td class="words">undecided</td>' in studied.page
+    rows = csv.DictReader(studied.written.tables[1].read_text().splitlines())
+    (row,) = (row for row in rows if row["what"] == "interaction, predicted")
+    assert (float(row["seconds"]), row["verdict"]) == (seconds, "undecided")
+
+
 def test_results_are_the_medians_of_the_runs(studied: Studied) -> None:
     for one in studied.results["settings"]:
         seconds = [run.step_seconds for run in studied.folder.runs if run.setting.name == one["name"]]
@@ -156,6 +176,7 @@ def test_tables_have_a_row_for_each_run(studied: Studied) -> None:
     assert {row["what"] for row in effects} >= {
         "effect, alone",
         "interaction, alone",
+        "interaction, predicted",
         "all on less the best single one",
     }
 

@@ -6,9 +6,10 @@ from .design import Design, Length, sweeps_of
 from .factors import FACTORS, PAIRS, Factor, Levels, Setting, Sweep, crossed, parse_pairs, sweep
 from .folder import FORMAT, StudyFolder
 from .limits import Limits, parse_limits
+from .predictions import Predicted, Spent, predict_interactions
 from .report import Written, write_report
 from .runner import Progress, open_bench, run_study
-from .runs import Run
+from .runs import Run, Use
 
 __all__ = [
     "FACTORS",
@@ -23,11 +24,14 @@ __all__ = [
     "Levels",
     "Limits",
     "Place",
+    "Predicted",
     "Progress",
     "Run",
     "Setting",
+    "Spent",
     "StudyFolder",
     "Sweep",
+    "Use",
     "Workload",
     "Written",
     "crossed",
@@ -35,6 +39,7 @@ __all__ = [
     "open_bench",
     "parse_limits",
     "parse_pairs",
+    "predict_interactions",
     "run_study",
     "sweep",
     "sweeps_of",

@@ -2,8 +2,8 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,9 @@ from braidax.tune.attribution import LANES
 
 from .design import Design
 from .factors import FACTORS, PAIRS, Factor, Setting
-from .runs import Run
-from .statistics import Estimate, Sign, contrast, estimate, interaction, mean_contrast, percent
+from .predictions import Predicted, Spent, predict_interactions
+from .runs import Run, Use
+from .statistics import Estimate, Sign, contrast, estimate, interaction, mean_contrast, median, percent
 
 _EFFECT: dict[Sign, str] = {"less": "pays", "more": "does not pay", "undecided": "undecided"}
 _COST: dict[Sign, str] = {"less": "costs nothing", "more": "costs time", "undecided": "no cost shows"}
@@ -23,6 +24,7 @@ _CROSSED: dict[Sign, str] = {
     "more": "in each other's way",
     "undecided": "undecided",
 }
+Held = Literal["held", "missed", "undecided"]
 _WORSE: dict[Sign, str] = {"less": "refuted", "more": "confirmed", "undecided": "undecided"}
 
 
@@ -56,13 +58,16 @@ class Effect:
 @dataclass(frozen=True)
 class Crossed:
     """Two factors. **Fields:** `alone`: `T(ab) - T(a) - T(b) + T(nothing)`, in seconds a step. `on_average`: the same
-    over all mixes of the others, where there are such. `names`: of the four settings, in that order."""
+    over all mixes of the others, where there are such. `names`: of the four settings, in that order. `predicted`:
+    `alone`, from the last three of them. `held`: whether its sign is so; undecided where the interval holds 0."""
 
     factors: tuple[Factor, Factor]
     alone: Estimate
     on_average: Estimate | None
     verdict: str
     names: tuple[str, ...]
+    predicted: Predicted
+    held: Held
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,8 @@ def find(design: Design, runs: Sequence[Run]) -> Findings:
     is_full = {levels.setting(some) for some in _subsets(factors)} <= set(design.settings)
     effects = tuple(_effect(table, factor, factors, is_full=is_full) for factor in factors)
     pairs = [pair for pair in itertools.combinations(factors, 2) if levels.setting(pair) in design.settings]
-    crossed = tuple(_crossed(table, pair, factors, is_full=is_full) for pair in pairs)
+    predicted = predict_interactions(table.spent(), {factor: table.spent(factor) for factor in factors})
+    crossed = tuple(_crossed(table, pair, factors, predicted[pair], is_full=is_full) for pair in pairs)
     return Findings(timed, effects, crossed, tuple(_hypothesis(table, name) for name in design.pairs))
 
 
@@ -169,6 +175,15 @@ class _Table:
         runs = self._runs[setting]
         return {lane: float(np.mean([run.lanes[lane] for run in runs])) for lane in LANES}
 
+    def spent(self, *factors: Factor) -> Spent:
+        """Returns medians: a block that something else has slowed moves them no more than it does `of`."""
+        runs = self._runs[self.design.levels.setting(factors)]
+        lanes = {lane: median([run.lanes[lane] for run in runs]) for lane in LANES}
+        uses = [run.use for run in runs if run.use is not None]
+        if not uses:
+            return Spent(lanes)
+        return Spent(lanes, Use(*(median([getattr(use, one.name) for use in uses]) for one in fields(Use))))
+
 
 def _subsets(factors: Sequence[Factor]) -> list[tuple[Factor, ...]]:
     return [some for count in range(len(factors) + 1) for some in itertools.combinations(factors, count)]
@@ -185,7 +200,9 @@ def _effect(table: _Table, factor: Factor, factors: Sequence[Factor], *, is_full
     return Effect(factor, alone, with_others, on_average, words[alone.sign], (table.name(factor), table.name()))
 
 
-def _crossed(table: _Table, pair: tuple[Factor, Factor], factors: Sequence[Factor], *, is_full: bool) -> Crossed:
+def _crossed(
+    table: _Table, pair: tuple[Factor, Factor], factors: Sequence[Factor], predicted: Predicted, *, is_full: bool
+) -> Crossed:
     one, other = pair
     left: list[Factor] = [each for each in factors if each not in pair]
     alone = interaction(table.on(one, other), table.on(one), table.on(other), table.on())
@@ -196,7 +213,16 @@ def _crossed(table: _Table, pair: tuple[Factor, Factor], factors: Sequence[Facto
         minus = sum((table.on(one, *some) + table.on(other, *some) for some in rest), np.zeros(()))
         on_average = estimate((plus - minus) / len(rest))
     names = (table.name(one, other), table.name(one), table.name(other), table.name())
-    return Crossed(pair, alone, on_average, _CROSSED[alone.sign], names)
+    held: Held = "held" if predicted.sign == alone.sign else "missed"
+    return Crossed(
+        pair,
+        alone,
+        on_average,
+        _CROSSED[alone.sign],
+        names,
+        predicted,
+        "undecided" if alone.sign == "undecided" else held,
+    )
 
 
 def _hypothesis(table: _Table, pair: str) -> Hypothesis:

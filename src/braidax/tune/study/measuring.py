@@ -2,9 +2,10 @@
 
 import contextlib
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,6 +35,13 @@ class _Made:
     state: Any
 
 
+class Measured(NamedTuple):
+    """A run in this process. **Fields:** `core_seconds`: of all cores, for a step that counts, on average."""
+
+    trace: Trace
+    core_seconds: float
+
+
 class Bench:
     """Trains a workload by any setting, on the devices of all processes of JAX.
 
@@ -50,8 +58,8 @@ class Bench:
         every = setting.checkpoint_every
         self.run(setting, Length(2 if every is None else min(every, 2), 2))
 
-    def run(self, setting: Setting, length: Length) -> Trace:
-        """Trains so many steps; returns the trace of this process."""
+    def run(self, setting: Setting, length: Length) -> Measured:
+        """Trains so many steps; returns the trace of this process, and what it took of the cores."""
         made, trace = self._of(setting), Trace(max_spans=_MAX_SPANS)
         every, num_steps = setting.checkpoint_every, length.num_warm + length.num_counted
         folder = self._scratch / "run"
@@ -66,17 +74,23 @@ class Bench:
             loader.trace = trace
             if setting.microbatches is not None:
                 made.step.trace = trace
-            self._train(made, loader, saver, Report(show="nothing", trace=trace), num_steps)
-        return trace
+            taken = self._train(made, loader, saver, Report(show="nothing", trace=trace), length)
+        return Measured(trace, taken / length.num_counted)
 
     def _train(
-        self, made: _Made, loader: DataLoader, saver: Checkpointer | None, report: Report, num_steps: int
-    ) -> None:
-        """Does as `fit` does, and counts steps from 1 in all processes, also those without the state's own count."""
+        self, made: _Made, loader: DataLoader, saver: Checkpointer | None, report: Report, length: Length
+    ) -> float:
+        """Does as `fit` does, and counts steps from 1 in all processes, also those without the state's own count.
+
+        Returns what the cores did for as many steps as count; the loop is as far ahead of them at both ends.
+        """
         before_apply = None if saver is None else saver.wait
+        num_steps, begun = length.num_warm + length.num_counted, time.process_time()
         with report.following(RunLength(num_steps, None, loader.batch_size), 0):
             batches = iter(loader)
-            for _ in range(num_steps):
+            for number in range(num_steps):
+                if number == length.num_warm:
+                    begun = time.process_time()
                 with report.waiting():
                     batch = next(batches)
                 with report.updating(before_apply) as dispatched:
@@ -85,8 +99,10 @@ class Bench:
                 if saver is not None:
                     with report.saving():
                         saver.update((made.state, loader.cursor))
+            taken = time.process_time() - begun
             made.step.finish()
             next(batches, None)  # all processes come to the end of the epoch
+        return taken
 
     def _loader(self, step: Any, setting: Setting, num_steps: int) -> DataLoader:
         """Returns a loader that stands so many batches before the end of its epochs."""

@@ -61,9 +61,10 @@ def prepare(comm: "Communicator", bench: Any, setting: Setting) -> None:
     bench.prepare(setting)
 
 
-def measure(comm: "Communicator", bench: Any, setting: Setting, length: Length) -> TracePart:
-    """Runs a setting, and returns what this rank has recorded."""
-    return TracePart.of(bench.run(setting, length), comm.rank)
+def measure(comm: "Communicator", bench: Any, setting: Setting, length: Length) -> tuple[TracePart, float]:
+    """Runs a setting, and returns what this rank has recorded, and the seconds of cores that a step took here."""
+    trace, core_seconds = bench.run(setting, length)
+    return TracePart.of(trace, comm.rank), core_seconds
 
 
 def leave(comm: "Communicator", bench: Any) -> None:

@@ -1,20 +1,25 @@
 """Runs a study: all settings in the order of its blocks, in processes that stay, each run kept when it is done."""
 
 import contextlib
+import math
 import os
 import shutil
 import statistics
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from typing import final
 
+from braidax.cores import usable_cores
 from braidax.errors import ArgumentError, CallFailed, PeerLost
 from braidax.gang import LocalGang
 from braidax.spans import Trace
 from braidax.tune.attribution import Attribution, attribute, merge_traces
+from braidax.tune.attribution.intervals import both, within, without
+from braidax.tune.attribution.intervals import length as total
+from braidax.tune.attribution.recorded import recorded
 
 from . import ranks
 from .case import Case, Place
@@ -22,7 +27,7 @@ from .design import Design, Length
 from .factors import Setting
 from .folder import StudyFolder
 from .limits import Confined, Limits
-from .runs import Run
+from .runs import Run, Use
 
 _BENCH = "bench"
 _START_SECONDS = 120.0
@@ -86,7 +91,11 @@ def run_study(
             case, place, confined.confinement, folder.scratch().absolute(), _cache(folder).absolute(), design.seed
         )
         gang = stack.enter_context(_started(place, limits))
-        _Session(gang, given, folder, design, tell).measure(missing)
+        _Session(gang, given, folder, design, tell, _num_cores(limits)).measure(missing)
+
+
+def _num_cores(limits: Limits) -> float:
+    return usable_cores() if limits.cores is None else limits.cores
 
 
 def _cache(folder: StudyFolder) -> Path:
@@ -137,12 +146,13 @@ def open_bench(
         folder.mkdir(parents=True, exist_ok=True)
     with Confined(limits, scratch) as confined, _started(place, limits) as gang:
         saved, compiled = (folder.absolute() for folder in folders)
-        bench = _Bench(gang, ranks.Begin(case, place, confined.confinement, saved, compiled, seed))
+        begin = ranks.Begin(case, place, confined.confinement, saved, compiled, seed)
+        bench = _Bench(gang, begin, _num_cores(limits))
 
         def measure(setting: Setting, length: Length) -> Run:
             if not bench.has(setting):
                 bench.prepare(setting)
-            return to_run(0, setting, bench.run(setting, length), length)
+            return bench.run(0, setting, length)[0]
 
         yield measure
         bench.leave()
@@ -152,9 +162,9 @@ def open_bench(
 class _Bench:
     """What all ranks of a gang keep to train a case, and the programs that they have made so far."""
 
-    def __init__(self, gang: LocalGang, given: ranks.Begin) -> None:
+    def __init__(self, gang: LocalGang, given: ranks.Begin, num_cores: float) -> None:
         gang.run(ranks.begin, given, keep=_BENCH, timeout_seconds=_RUN_SECONDS)
-        self._gang, self._kept = gang, gang.kept(_BENCH)
+        self._gang, self._kept, self._num_cores = gang, gang.kept(_BENCH), num_cores
         self.prepared = set[tuple[Setting, bool]]()
 
     def has(self, setting: Setting) -> bool:
@@ -166,9 +176,14 @@ class _Bench:
         self._gang.run(ranks.prepare, self._kept, setting, timeout_seconds=_RUN_SECONDS)
         self.prepared.add(_programs(setting))
 
-    def run(self, setting: Setting, length: Length) -> Trace:
-        """Runs a setting, and returns the trace of all ranks."""
-        return merge_traces(self._gang.run(ranks.measure, self._kept, setting, length, timeout_seconds=_RUN_SECONDS))
+    def run(self, block: int, setting: Setting, length: Length) -> tuple[Run, Trace]:
+        """Runs a setting, and returns what was measured, and the trace of all ranks."""
+        told = self._gang.run(ranks.measure, self._kept, setting, length, timeout_seconds=_RUN_SECONDS)
+        trace = merge_traces([part for part, _ in told])
+        run = to_run(block, setting, trace, length)
+        core_seconds = math.fsum(seconds for _, seconds in told)
+        use = Use(core_seconds, self._num_cores, waited_seconds(trace, length))
+        return replace(run, use=use), trace
 
     def leave(self) -> None:
         """Leaves JAX's processes, all at once."""
@@ -185,12 +200,13 @@ class _Session:
     folder: StudyFolder
     design: Design
     tell: Callable[[Progress], None]
+    num_cores: float
     pace: _Pace = field(default_factory=_Pace)
 
     def measure(self, missing: list[tuple[int, Setting]]) -> None:
         """Runs all of these, in order."""
         self._say(missing, 0, "starting", set())
-        bench = _Bench(self.gang, self.given)
+        bench = _Bench(self.gang, self.given, self.num_cores)
         for at, (block, setting) in enumerate(missing):
             if not bench.has(setting):
                 self._say(missing, at, f"compiling {setting.name}", bench.prepared)
@@ -200,8 +216,7 @@ class _Session:
             self._say(missing, at, doing, bench.prepared)
             length = self.design.length(setting)
             with self._timed("run"):
-                trace = bench.run(setting, length)
-            run = to_run(block, setting, trace, length)
+                run, trace = bench.run(block, setting, length)
             self.folder.keep_trace(setting.name, trace, is_first=block == 0)
             self.folder.append(run)
         bench.leave()
@@ -237,3 +252,17 @@ def to_run(block: int, setting: Setting, trace: Trace, length: Length) -> Run:
         )
     counted = Attribution(steps)
     return Run(block, setting, counted.step_seconds, counted.mean(), tuple(step.seconds for step in steps))
+
+
+def waited_seconds(trace: Trace, length: Length) -> float:
+    """Returns how long devices had nothing to do, a step, as the loop waited for a checkpoint in the background.
+
+    The rest of the lane `snapshot stall` is the saver's own work. Of several processes all wait for the slowest.
+    """
+    waited = [0.0]
+    for process in recorded(trace.spans).values():
+        ends = [step.end for step in process.steps]
+        start, end = ends[length.num_warm - 1], ends[length.num_warm + length.num_counted - 1]
+        waits = both(process.loop.get("snapshot stall", []), process.saving)
+        waited.append(total(within(without(waits, process.busy), start, end)) / length.num_counted)
+    return max(waited)

@@ -11,11 +11,11 @@ from braidax.pictures.drawing import Drawing, styles, to_svg
 from braidax.tune.attribution import LANES
 from braidax.tune.study.case import Case
 from braidax.tune.study.design import Design
-from braidax.tune.study.findings import Findings, Timed
+from braidax.tune.study.findings import Crossed, Findings, Timed
 from braidax.tune.study.statistics import Estimate
 
 from .charts import heat_map, interval, milliseconds, stalls, sweep_chart
-from .sentences import of_best, of_crossed, of_effect, of_hypothesis, surety
+from .sentences import of_best, of_crossed, of_effect, of_hypothesis, of_predicted, surety
 from .timeline import timeline
 
 _STYLE = """
@@ -64,7 +64,8 @@ def page(
         _chart(stalls(_in_order(findings.timed))),
         "<h2>Effects and interactions</h2>",
         '<p class="faint">On the diagonal what a factor alone changes; elsewhere by how much two together take longer '
-        "than the sum of both changes, in milliseconds a step. Colored where the interval does not hold 0.</p>",
+        "than the sum of both changes, in milliseconds a step. Colored where the interval does not hold 0. What is "
+        "predicted of an interaction is from the runs of nothing and of each factor alone, lane by lane.</p>",
         _chart(heat_map(findings, design.factors)),
         _effects(findings, ids),
         _sweeps(findings, design),
@@ -99,6 +100,7 @@ def _verdicts(findings: Findings, design: Design, ids: Mapping[str, str]) -> str
         for one in findings.hypotheses
     )
     told = [of_best(findings, design), *map(of_effect, findings.effects), *of_crossed(findings)]
+    told += of_predicted(findings)
     lines = "".join(f"<li>{escape(one)}</li>" for one in told)
     return f"<h2>Is all on worse than the best single one?</h2>{cards}<h2>Findings</h2><ul>{lines}</ul>"
 
@@ -117,7 +119,8 @@ def _number(one: Estimate | None, name: str, ids: Mapping[str, str]) -> str:
 
 def _effects(findings: Findings, ids: Mapping[str, str]) -> str:
     rows = ["<th>what</th><th>ms a step</th><th>interval</th><th>at</th><th>average</th><th>interval</th>"]
-    rows[0] += '<th class="words">verdict</th><th class="words">from</th>'
+    rows[0] += '<th>predicted</th><th class="words">its sign</th><th class="words">verdict</th>'
+    rows[0] += '<th class="words">from</th>'
     found = [(one.factor, one) for one in findings.effects]
     found += [(" × ".join(one.factors), one) for one in findings.crossed]
     for what, one in found:
@@ -125,8 +128,16 @@ def _effects(findings: Findings, ids: Mapping[str, str]) -> str:
         words = (
             f'<td class="words">{escape(one.verdict)}</td><td class="words">{_sources(one.names, ids, findings)}</td>'
         )
-        rows.append(f"<td>{escape(what)}</td>{alone}<td>{surety(one.alone)}</td>{average}{words}")
+        told = _predicted(one) if isinstance(one, Crossed) else "<td></td><td></td>"
+        rows.append(f"<td>{escape(what)}</td>{alone}<td>{surety(one.alone)}</td>{average}{told}{words}")
     return _table(rows)
+
+
+def _predicted(one: Crossed) -> str:
+    told = {lane: milliseconds(seconds) for lane, seconds in one.predicted.lanes.items()}
+    lanes = "; ".join(f"{lane} {value} ms" for lane, value in told.items() if value != "0")
+    number = f'<td title="{escape(lanes)}">{milliseconds(one.predicted.seconds)}</td>'
+    return f'{number}<td class="words">{escape(one.held)}</td>'
 
 
 def _table(rows: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from braidax.tune.study.findings import Findings
 
 from .charts import heat_map, stalls, sweep_chart
 from .pdf import text_width
-from .sentences import of_best, of_crossed, of_effect, of_hypothesis
+from .sentences import of_best, of_crossed, of_effect, of_hypothesis, of_predicted
 
 _WIDTH, _HEIGHT, _EDGE, _RIGHT = 1190.0, 842.0, 36.0, 770.0  # A3, lying
 _MAX_SWEEPS = 2
@@ -39,7 +39,8 @@ def poster(case: Case, design: Design, findings: Findings, facts: Mapping[str, s
     shapes += moved(heat.shapes, _RIGHT, top)
     y = top + heat.height + 26
     others = [f"{one.pair}: {of_hypothesis(one)}" for one in findings.hypotheses if one.pair != "full"]
-    for line in [of_best(findings, design), *map(of_effect, findings.effects), *of_crossed(findings), *others]:
+    told = [*map(of_effect, findings.effects), *of_crossed(findings), *of_predicted(findings)]
+    for line in [of_best(findings, design), *told, *others]:
         if y > _HEIGHT - _EDGE - 30:
             shapes.append(Words(_RIGHT, y, "More is in report.html.", 9.5, role="faint"))
             break

@@ -46,6 +46,23 @@ def of_crossed(findings: Findings) -> list[str]:
     return [*found, f"Of {others} the interval of the interaction holds 0."] if left > 1 else found
 
 
+def of_predicted(findings: Findings) -> list[str]:
+    """Returns of how many interactions the sign was predicted; of none where none is sure."""
+    sure = [one for one in findings.crossed if one.held != "undecided"]
+    if not sure:
+        return []
+    told = ", ".join(
+        f"{one.factors[0]} and {one.factors[1]} {milliseconds(one.predicted.seconds)} ms"
+        + (f", but it is {milliseconds(one.alone.value)}" if one.held == "missed" else "")
+        for one in sure
+    )
+    held = sum(one.held == "held" for one in sure)
+    return [
+        f"From the runs of each factor alone the sign of {held} of {len(sure)} interactions that are no accident was "
+        f"predicted: {told}."
+    ]
+
+
 def of_best(findings: Findings, design: Design) -> str:
     """Returns which of the crossed settings is the fastest, and which with checkpoints."""
     usual = {design.levels.setting(one.setting.on) for one in findings.timed}

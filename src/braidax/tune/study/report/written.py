@@ -77,6 +77,8 @@ def _effects(findings: Findings) -> str:
             if one is not None:
                 row = [f"interaction, {how}", " x ".join(crossed.factors), one.value, one.low, one.high]
                 rows.writerow([*row, one.coverage, one.num_blocks, crossed.verdict if how == "alone" else ""])
+        row = ["interaction, predicted", " x ".join(crossed.factors), crossed.predicted.seconds, "", "", "", ""]
+        rows.writerow([*row, crossed.held])
     for each in findings.hypotheses:
         one = each.difference
         row = ["all on less the best single one", each.pair, one.value, one.low, one.high, one.coverage, one.num_blocks]
