@@ -64,8 +64,7 @@ def _crossed(found: dict[str, Found]) -> str:
     rows = [["interaction, ms a step", *found]]
     for place in range(len(found[CASES[0]]["crossed"])):
         each = [one["crossed"][place] for one in found.values()]
-        cells = [f"{_estimate(of['on_average'])}{'' if _shows(of['on_average']) else ' –'}" for of in each]
-        rows.append([" × ".join(each[0]["factors"]), *cells])
+        rows.append([" × ".join(each[0]["factors"]), *map(_pair, each)])
     return _table(rows)
 
 
@@ -88,12 +87,15 @@ def _estimate(one: Found) -> str:
     return f"{1e3 * one['value']:+.2f} ({_interval(one)})"
 
 
+def _pair(one: Found) -> str:
+    """Returns what two factors do to each other, and what was predicted: in bold where the interval does not hold 0."""
+    shown = _estimate(one["alone"])
+    shown = shown if one["held"] == "undecided" else f"**{shown}**"
+    return f"{shown}, predicted {1e3 * one['predicted']['seconds']:+.1f}"
+
+
 def _interval(one: Found) -> str:
     return f"{1e3 * one['low']:.1f} to {1e3 * one['high']:.1f}"
-
-
-def _shows(one: Found) -> bool:
-    return one["low"] > 0 or one["high"] < 0
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -27,14 +27,15 @@ def predict(many: Candidates, work: Workload, cluster: Cluster) -> Predicted:
     """Predicts what each candidate takes.
 
     Seconds are those of products (`flops / devices`, at the cluster's rate), of messages that these do not hide, of the
-    optimizer's update, which reads and writes all that a device keeps, and what each microbatch takes besides. Along an axis of `N`, with `B` bytes of a variable where it is used: an
-    all-reduce sends `2 B (N - 1) / N`; what is gathered, or goes around a ring, three times `B (N - 1) / N` in each
-    microbatch (ZeRO, arXiv 1910.02054, section 7); tensor parallel products sum their results, and what these do not
-    split each device has and computes whole; rows of tables go there and back, once forward and once as gradients
-    (Parallax, EuroSys 2019, section 3). `P` stages compute a batch of `m` microbatches in the time of `m + P - 1` of
-    them, of which interleaving two stages a device spares half of what comes on top (Narayanan et al., SC 2021, section
-    2.2), and gradients of weights that wait two thirds (Qi et al., ICLR 2024, table 1). An axis whose devices do not
-    all lie in one host has the link between hosts; the last axis is the innermost.
+    optimizer's update, which reads and writes all that a device keeps, and what each microbatch takes besides. Along an
+    axis of `N`, with `B` bytes of a variable where it is used: an all-reduce sends `2 B (N - 1) / N`; what is gathered,
+    or goes around a ring, three times `B (N - 1) / N` in each microbatch (ZeRO, arXiv 1910.02054, section 7); tensor
+    parallel products sum their results, and what these do not split each device has and computes whole; rows of tables
+    go there and back, once forward and once as gradients (Parallax, EuroSys 2019, section 3). `P` stages compute a
+    batch of `m` microbatches in the time of `m + P - 1` of them, of which interleaving two stages a device spares half
+    of what comes on top (Narayanan et al., SC 2021, section 2.2), and gradients of weights that wait two thirds (Qi et
+    al., ICLR 2024, table 1). An axis whose devices do not all lie in one host has the link between hosts; the last axis
+    is the innermost.
     """
     laid = _laid_out(many, work)
     fill = _bubble(many, laid.stages)

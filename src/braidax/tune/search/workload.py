@@ -49,7 +49,7 @@ class Workload(NamedTuple):
 
     @property
     def touched_bytes(self) -> float:
-        """What an update reads and writes on one device: variables and what is kept of them both ways, and gradients."""
+        """What an update reads and writes on one device: variables and what is kept of them twice, gradients once."""
         return 3 * (self.variable_bytes - self.frozen_bytes) + 2 * self.state_bytes
 
     @property

@@ -31,7 +31,7 @@ _ROW, _LEFT = 16.0, 190.0
 def timeline(path: Path, first_step: int, *, width: float = 760.0) -> Drawing:
     """Draws three steps of a trace from one on: a row for each lane and thread that did anything in them.
 
-    **Arguments:** `path`: Perfetto JSON, compressed, as `Trace.save` writes it. `first_step`: counted from 0 in the run.
+    **Arguments:** `path`: compressed JSON, as `Trace.save` writes it. `first_step`: counted from 0 in the run.
 
     **Raises:** `ArgumentError` for a file that is no such trace.
     """
