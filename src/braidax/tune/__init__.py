@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from braidax.tune.knobs.live import LiveKnob, apply_knobs, controllers_paused, hot_knobs, read_knobs
     from braidax.tune.knobs.rebuilding import checkpointer_options, fit_options, loader_options, parallelize_options
     from braidax.tune.planning import plan
-    from braidax.tune.search.cluster import Cluster
+    from braidax.tune.search.cluster import Cluster, Overheads
     from braidax.tune.search.finding import Found
     from braidax.tune.trials.climbing import Climb, Setting, Trial, climb
     from braidax.tune.trials.running import Course, try_settings
@@ -47,6 +47,7 @@ __all__ = [
     "Lane",
     "Limits",
     "LiveKnob",
+    "Overheads",
     "Priority",
     "Setting",
     "StepTime",
@@ -104,6 +105,7 @@ _HOMES = {
     "loader_options": "knobs.rebuilding",
     "parallelize_options": "knobs.rebuilding",
     "Cluster": "search.cluster",
+    "Overheads": "search.cluster",
     "Found": "search.finding",
     "plan": "planning",
     "Climb": "trials.climbing",

@@ -8,7 +8,7 @@ import pytest
 from braidax.errors import ArgumentError
 from braidax.parallel import Link
 from braidax.tune.search.candidates import Candidates, candidates
-from braidax.tune.search.cluster import Cluster
+from braidax.tune.search.cluster import Cluster, Overheads
 from braidax.tune.search.predicting import predict
 from braidax.tune.search.ranking import rank
 from braidax.tune.search.roles import (
@@ -123,7 +123,10 @@ def test_a_ring_divides_all_and_gathers_nothing(sizes: tuple[int, ...], kinds: t
 )
 def test_programs_take_their_time_besides(kind: int, microbatches: int, programs: int) -> None:
     many = one((4, 1), (kind, UNUSED), microbatches)
-    found = [predict(many, STAGED, Cluster(4, 1e9, LINK, program_seconds=one)).seconds[0] for one in (0.0, 0.25)]
+    found = [
+        predict(many, STAGED, Cluster(4, 1e9, LINK, overheads=Overheads(program_seconds=one))).seconds[0]
+        for one in (0.0, 0.25)
+    ]
     assert found[1] - found[0] == pytest.approx(0.25 * programs)
 
 
@@ -142,7 +145,7 @@ def test_an_update_takes_as_long_as_what_it_touches(
     sizes: tuple[int, ...], kinds: tuple[int, ...], touched: float
 ) -> None:
     work = (TABLES if HYBRID in kinds else STAGED)._replace(gathered=((2, 0.5), (4, 0.5)))
-    clusters = [Cluster(4, 1e9, LINK, update_bytes_per_second=rate) for rate in (None, 100.0)]
+    clusters = [Cluster(4, 1e9, LINK, overheads=Overheads(update_bytes_per_second=rate)) for rate in (None, 100.0)]
     found = [predict(one(sizes, kinds), work, cluster).seconds[0] for cluster in clusters]
     assert found[1] - found[0] == pytest.approx(touched / 100)
     assert work.touched_bytes == 3 * 800 + 2 * 1600
@@ -223,9 +226,15 @@ def test_no_devices_and_no_samples_are_refused(name: str) -> None:
 
 
 def test_a_cluster_survives_json_and_refuses_what_is_none() -> None:
-    cluster = Cluster(8, 1e12, LINK, between=Link(5.0), devices_per_host=4, memory_bytes=9)
+    cluster = Cluster(
+        8, 1e12, LINK, between=Link(5.0), devices_per_host=4, memory_bytes=9, overheads=Overheads(1e-3, 2e-3, 5e9)
+    )
     assert Cluster.from_json(cluster.to_json()) == cluster
     with pytest.raises(ArgumentError, match="text is no cluster"):
         Cluster.from_json("[]")
     with pytest.raises(ArgumentError, match="devices=0: expected a positive number"):
         Cluster(0, 1e12, LINK)
+    with pytest.raises(ArgumentError, match=r"step_seconds=-1: expected 0 or more"):
+        Overheads(-1)
+    with pytest.raises(ArgumentError, match=r"update_bytes_per_second=0: expected a positive number"):
+        Overheads(update_bytes_per_second=0)

@@ -8,15 +8,42 @@ from braidax.errors import ArgumentError
 from braidax.parallel import Link
 
 
+def _check_positive(figures: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(figures, name)
+        if value is not None and not value > 0:
+            raise ArgumentError(f"{name}={value}: expected a positive number, such as 8")
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What a step takes besides its products and messages.
+
+    **Arguments:** `step_seconds`: each microbatch. `program_seconds`: each program that all devices run: to be
+    dispatched to them, and to meet. `update_bytes_per_second`: at which the optimizer's update reads and writes on one
+    device; None: it takes no time.
+
+    **Raises:** `ArgumentError` for what is no such number.
+    """
+
+    step_seconds: float = 0.0
+    program_seconds: float = 0.0
+    update_bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("step_seconds", "program_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ArgumentError(f"{name}={getattr(self, name)}: expected 0 or more, such as 1e-3")
+        _check_positive(self, "update_bytes_per_second")
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Devices that need not be here.
 
     **Arguments:** `devices`: how many. `flops_per_second`: of one, in products of matrices. `inside`: the link between
     devices of a host. `between`: that of one device to another host; None: as `inside`. `devices_per_host`: None: all.
-    `memory_bytes`: of a device, if that limits. `step_seconds`: that a step takes besides, each microbatch.
-    `program_seconds`: that each program takes besides which all devices run: to be dispatched to them, and to meet.
-    `update_bytes_per_second`: at which the optimizer's update reads and writes on one device; None: it takes no time.
+    `memory_bytes`: of a device, if that limits. `overheads`: what a step takes besides.
 
     **Raises:** `ArgumentError` for what is no such number.
     """
@@ -27,18 +54,10 @@ class Cluster:
     between: Link | None = None
     devices_per_host: int | None = None
     memory_bytes: int | None = None
-    step_seconds: float = 0.0
-    program_seconds: float = 0.0
-    update_bytes_per_second: float | None = None
+    overheads: Overheads = Overheads()
 
     def __post_init__(self) -> None:
-        for name in ("devices", "flops_per_second", "devices_per_host", "memory_bytes", "update_bytes_per_second"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ArgumentError(f"{name}={value}: expected a positive number, such as 8")
-        for name in ("step_seconds", "program_seconds"):
-            if getattr(self, name) < 0:
-                raise ArgumentError(f"{name}={getattr(self, name)}: expected 0 or more, such as 1e-3")
+        _check_positive(self, "devices", "flops_per_second", "devices_per_host", "memory_bytes")
 
     def to_json(self) -> str:
         """Returns the figures as one JSON object."""
@@ -52,7 +71,8 @@ class Cluster:
             links: dict[str, Any] = {
                 name: Link(**tree[name]) for name in ("inside", "between") if tree.get(name) is not None
             }
-            return cls(**{**tree, **links})
+            parts: dict[str, Any] = {**links, "overheads": Overheads(**tree.get("overheads", {}))}
+            return cls(**{**tree, **parts})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ArgumentError):
                 raise

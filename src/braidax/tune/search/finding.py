@@ -19,7 +19,7 @@ from braidax.parallel.plan.text import table
 from braidax.tune.control.comparing import compare
 
 from .candidates import Candidates, candidates
-from .cluster import Cluster
+from .cluster import Cluster, Overheads
 from .predicting import NUM_PROGRAMS, predict
 from .ranking import Ranked, rank
 from .roles import DATA
@@ -173,17 +173,14 @@ def _here(
     seconds, longer, *found = map(statistics.median, _seconds([alone, made(devices[:1], pieces), *spread], batch))
     each = max(0.0, longer - seconds) / max(1, pieces - 1)
     rate = work.flops / max(seconds - updates[0], _LEAST_SECONDS) / shared
-    cluster = Cluster(
-        count,
-        max(rate, 1.0),
-        all_of_them.collective("data"),
-        step_seconds=each * shared,
-        update_bytes_per_second=max(work.touched_bytes, 1.0) / (updates[1] if spread else updates[0] * shared),
-    )
+    touching = max(work.touched_bytes, 1.0) / (updates[1] if spread else updates[0] * shared)
+    overheads = Overheads(each * shared, update_bytes_per_second=touching)
+    cluster = Cluster(count, max(rate, 1.0), all_of_them.collective("data"), overheads=overheads)
     if not found:
         return cluster
     expected = predict(Candidates(np.array([[count]]), np.array([[DATA]]), np.array([1]), ("data",)), work, cluster)
-    return replace(cluster, program_seconds=max(0.0, found[0] - float(expected.seconds[0])) / NUM_PROGRAMS)
+    rest = max(0.0, found[0] - float(expected.seconds[0])) / NUM_PROGRAMS
+    return replace(cluster, overheads=replace(overheads, program_seconds=rest))
 
 
 def _update_seconds(step: Step) -> float:

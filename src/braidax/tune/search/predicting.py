@@ -56,9 +56,10 @@ def predict(many: Candidates, work: Workload, cluster: Cluster) -> Predicted:
         sent += here
         inner = inner * size
     longer = (many.microbatches + fill) / many.microbatches
-    besides = cluster.step_seconds * (many.microbatches + fill) + cluster.program_seconds * _num_programs(many)
-    if cluster.update_bytes_per_second is not None:
-        besides = besides + _touched(work, laid) / cluster.update_bytes_per_second
+    over = cluster.overheads
+    besides = over.step_seconds * (many.microbatches + fill) + over.program_seconds * _num_programs(many)
+    if over.update_bytes_per_second is not None:
+        besides = besides + _touched(work, laid) / over.update_bytes_per_second
     seconds = computing * longer + exposed + besides
     return Predicted(seconds, _memory(many, work, laid), sent)
 
