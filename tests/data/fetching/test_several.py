@@ -19,8 +19,10 @@ from braidax.data.knobs import Knobs
 from braidax.data.loader import DataLoader
 from braidax.data.sampling.order import Cursor
 from braidax.data.sharding import load_plan
+from braidax.data.source import Source
 from braidax.errors import RecordError
 from tests.support.data.numbered import Numbers, reading_threads
+from tests.support.data.varying import Varying
 
 NUM_SAMPLES = 1000
 
@@ -125,6 +127,84 @@ def test_an_error_comes_at_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(batches(loader)) == 20
 
 
+def opened_texts(folder: Path, texts: list[Any], **columns: Any) -> Source:
+    """Opens texts of several record batches, cut or padded to 40 bytes."""
+    table = pa.table({"text": pa.array(texts) if isinstance(texts[0], str) else not_checked(texts), **columns})
+    feather.write_feather(table, str(folder / "a.arrow"), compression="uncompressed", chunksize=300)
+    return data.padded(data.open(folder / "a.arrow"), 40, leaf="text", pad=0x2A)
+
+
+def not_checked(texts: list[bytes]) -> pa.Array:
+    """Returns texts that nobody has looked at."""
+    return pa.StringArray.from_buffers(len(texts), *pa.array(texts).buffers()[1:])
+
+
+def words(number: int) -> str:
+    return f"naïve 猫 {number} " * (number % 5)
+
+
+@pytest.mark.parametrize("beside", ["nothing", "nulls", "another padded leaf"])
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_padded_texts_are_those_that_are_read_one_by_one(
+    tmp_path: Path, beside: str, remainder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[Any] = [words(number) for number in range(NUM_SAMPLES)]
+    columns: dict[str, Any] = {}
+    if beside == "nulls":
+        texts[7::5] = [None] * len(texts[7::5])
+    if beside == "another padded leaf":
+        columns["bag"] = pa.array([[*range(number % 6)] for number in range(NUM_SAMPLES)], pa.list_(pa.int64()))
+    source = opened_texts(tmp_path, texts, **columns)
+    if columns:
+        source = data.padded(source, 4, leaf="bag")
+    made = [
+        DataLoader(source, batch_size=31, seed=3, epochs=2, remainder=remainder, knobs=knobs)
+        for knobs in (Knobs(threads=3), Knobs(threads=2, prefetch=1))
+    ]
+    order = made[0].peek(33)
+    found = reads_of(source, monkeypatch)
+    first = batches(made[0])
+    assert max(found) == 8 * 31
+    found.clear()
+    assert first == batches(made[1])
+    assert max(found) == 31
+    for batch, indices in zip(first, order, strict=False):
+        for row, index in enumerate(indices.tolist()):
+            held = (texts[index] or "").encode()[:40].decode(errors="ignore").encode()
+            assert bytes(batch["text"][row]) == held.ljust(40, b"*")
+            assert batch["num_text"][row] == len(held)
+            if columns:
+                assert batch["bag"][row] == [*range(index % 6), 0, 0, 0, 0][:4]
+                assert batch["num_bag"][row] == min(4, index % 6)
+
+
+def test_it_resumes_amid_texts_that_were_read_at_once(tmp_path: Path) -> None:
+    loader = DataLoader(opened_texts(tmp_path, [words(number) for number in range(NUM_SAMPLES)]), batch_size=20, seed=5)
+    whole = batches(loader)
+    loader.cursor = Cursor(5, 0, 0)
+    for number, batch in enumerate(loader):
+        assert np.asarray(batch["text"]).tolist() == whole[number]["text"]
+        if number == 12:
+            break
+    assert batches(loader) == whole[13:]
+
+
+def test_a_text_that_is_none_is_an_error_of_its_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [words(number).encode() for number in range(NUM_SAMPLES)]
+    coming = DataLoader(from_arrays({"x": np.zeros(NUM_SAMPLES, np.int8)}), batch_size=20).peek(50)
+    bad = int(coming[30][7])
+    texts[bad] = b"\xff" + texts[bad]
+    loader, got = DataLoader(opened_texts(tmp_path, texts), batch_size=20), 0
+    found = reads_of(loader.source, monkeypatch)
+    with pytest.raises(RecordError, match=rf"a.arrow, record {bad}: column 'text' holds text that is no UTF-8"):
+        for _ in loader:
+            got += 1
+    assert got == 30
+    assert loader.cursor.position == 30 * 20
+    assert 160 in found
+    assert found.count(20) >= 8  # the first one, and those beside the bad one
+
+
 def test_who_is_read_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where a ledger of skipped records would lie
     np.save(tmp_path / "a.npy", np.zeros((64, 256), np.float32))
@@ -149,6 +229,13 @@ def test_who_is_read_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert at_once(quick, on_error="skip") == (1, 2)
     assert at_once(data.mapped(quick, lambda window: window)) == (1, 2)
     assert at_once(Numbers(64)) == (1, 2)
+    table = pa.table({"text": ["a"] * 64, "fixed": pa.array([[1, 2]] * 64, pa.list_(pa.int32(), 2))})
+    feather.write_feather(table, str(tmp_path / "c.arrow"), compression="uncompressed")
+    text = data.open(tmp_path / "c.arrow")
+    assert at_once(data.padded(text, 64, leaf="text")) == (8, 24)
+    assert at_once(data.padded(text, 64, leaf="text")[5:40]) == (8, 24)
+    assert at_once(data.open(tmp_path / "c.arrow", columns=["fixed"])) == (8, 24)
+    assert at_once(data.padded(Varying({"text": ["a"] * 64}), 64, leaf="text")) == (1, 2)
     large = np.zeros((8, 1 << 20), np.uint8)
     assert at_once(from_arrays({"x": large}), 2) == (4, 12)
     assert at_once(from_arrays({"x": large}), 5) == (1, 2)

@@ -87,8 +87,8 @@ class ArrowSource(Source, Sliced):
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether reads are mere copies of single numbers now, and wait for no disk."""
-        return isinstance(self._memory, Mapped) and not self._others and not self._memory.is_cold
+        """Whether reads are mere copies now, of leaves of varying size into rows, and wait for no disk."""
+        return isinstance(self._memory, Mapped) and not self._memory.is_cold
 
     def flat_values(self, leaf: str) -> Flat | None:
         """Returns how the values of a leaf of varying size lie, as `Flattened`."""

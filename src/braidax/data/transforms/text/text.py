@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from braidax.data.formats.rows import Rows
 from braidax.data.leaves import Flat, WrappingFlat, flat_of
-from braidax.data.source import VARYING, Indices, Source, loader_dtype, narrow
+from braidax.data.source import VARYING, Indices, Source, is_at_hand, loader_dtype, narrow
 from braidax.data.transforms.text.ragged import Ragged, check_absent, check_varying, fields, lengths_of
 from braidax.data.transforms.wrapping import Wrapping
 from braidax.errors import ArgumentError, BraidaxError, FormatError, RecordError, import_extra
@@ -201,6 +201,11 @@ class _Padded(Wrapping, WrappingFlat):
             self.ragged.leaf: jax.ShapeDtypeStruct(shape, self.ragged.loaded),
             f"num_{self.ragged.leaf}": jax.ShapeDtypeStruct((), _INT32),
         }
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether reads of the source inside are mere copies now, also of the values that fill the rows."""
+        return self.flat is not None and is_at_hand(self.source)
 
     def read(self, indices: Indices, out: Any) -> None:
         leaf, count = self.ragged.leaf, f"num_{self.ragged.leaf}"
