@@ -367,6 +367,35 @@ def test_many_small_arrays_are_made_by_one_program(kind: AxisType, monkeypatch: 
             assert array.dtype == batch[name].dtype
 
 
+def test_many_small_arrays_of_several_batches_are_made_by_one_call_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = Mesh(np.array(jax.devices()[3:4]), ("a",))
+    spec = {name: jax.ShapeDtypeStruct((6, number + 1), np.int32) for number, name in enumerate("abcde")}
+    spec["wide"] = jax.ShapeDtypeStruct((6, 1 << 14), np.float32)
+    plan, number, room = plan_load(spec, mesh, P("a")), 3, 4
+    memory = Slots(room * plan.num_bytes, keep=1).take()
+    ((reading, rows),) = plan.rows_of_several(memory, number, room)
+    assert (reading.start, reading.stop) == (0, 6)
+    for name, leaf in zip(sorted(spec), rows, strict=True):
+        assert leaf is not None
+        leaf[...] = np.arange(leaf.size).reshape(leaf.shape) + ord(name[0])
+    alone: list[str] = []
+    real = load_plan.LoadPlan._array
+
+    def noted(plan: LoadPlan, leaf: Any, *given: Any) -> Any:
+        alone.append(leaf.path)
+        return real(plan, leaf, *given)
+
+    monkeypatch.setattr(load_plan.LoadPlan, "_array", noted)
+    batches = plan.arrays_of_several(memory, number, room)
+    assert alone == ["['wide']"] * number
+    for place, arrays in enumerate(batches):
+        for name, leaf, array in zip(sorted(spec), plan.leaves, arrays, strict=True):
+            size = 6 * spec[name].shape[1]
+            expected = np.arange(place * size, (place + 1) * size).reshape(spec[name].shape) + ord(name[0])
+            np.testing.assert_array_equal(np.asarray(array), expected)
+            assert array.sharding == leaf.sharding
+
+
 def test_small_arrays_of_several_devices_are_made_one_by_one() -> None:
     spec = {name: jax.ShapeDtypeStruct((8,), np.int32) for name in "abcdef"}
     meshes = [Mesh(np.array(jax.devices()[number : number + 1]), ("a",)) for number in range(2)]

@@ -165,9 +165,9 @@ class LoadPlan:
             stacks = [leaf.stack(memory, leaf.rows[0], room).reshape(room, *leaf.shape) for leaf in self.leaves]
             parts = _split(tuple(leaf.loading.sharding for leaf in self.leaves), room)(*stacks)
             return [list(parts[place::room]) for place in range(number)]
-        return [[self._array(leaf, memory, place, room) for leaf in self.leaves] for place in range(number)]
+        return [self.arrays(memory, place=place, room=room) for place in range(number)]
 
-    def _array(self, leaf: LeafPlan, memory: NDArray[np.uint8], place: int = 0, room: int = 1) -> Any:
+    def _array(self, leaf: LeafPlan, memory: NDArray[np.uint8], place: int, room: int) -> Any:
         """Returns the load array of a leaf; on the host NumPy's. **Arguments:** as of `LeafPlan.slice`."""
         views = {bounds: leaf.slice(memory, bounds, place=place, room=room) for bounds in leaf.slices}
         return next(iter(views.values())) if self.placement == "host" else _array_of(leaf, views)
@@ -199,16 +199,20 @@ class LoadPlan:
             for leaf, box in zip(self.leaves, reading.boxes, strict=True)
         ]
 
-    def arrays(self, memory: NDArray[np.uint8]) -> list[Any]:
-        """Returns the filled slot as load arrays, which keep `memory` alive while they use it; on the host NumPy's."""
+    def arrays(self, memory: NDArray[np.uint8], *, place: int = 0, room: int = 1) -> list[Any]:
+        """Returns the filled slot as load arrays, which keep `memory` alive while they use it; on the host NumPy's.
+
+        **Arguments:** `place`, `room`: as of `LeafPlan.slice`.
+        """
         small = self._small if self.placement == "devices" and _may_compute() else {}
         if not small:
-            return [self._array(leaf, memory) for leaf in self.leaves]
-        views = [self.leaves[number].slice(memory, bounds) for number, bounds in small.items()]
+            return [self._array(leaf, memory, place, room) for leaf in self.leaves]
+        views = [self.leaves[number].slice(memory, bounds, place=place, room=room) for number, bounds in small.items()]
         copies = _copies(tuple(self.leaves[number].loading.sharding for number in small))(*views)
         made = dict(zip(small, copies, strict=True))
         return [
-            made[number] if number in made else self._array(leaf, memory) for number, leaf in enumerate(self.leaves)
+            made[number] if number in made else self._array(leaf, memory, place, room)
+            for number, leaf in enumerate(self.leaves)
         ]
 
     @functools.cached_property
