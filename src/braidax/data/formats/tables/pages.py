@@ -52,7 +52,8 @@ class _Reader:
         number = 0
         while head := self._byte():
             number = number + (head >> 4) if head >> 4 else self._integer()
-            value = self._value(head & 15, depth)
+            kind = head & 15
+            value = self._integer() if kind in _VARINTS else self._value(kind, depth)
             if value is not None:
                 found[number] = value
         return found
@@ -92,7 +93,9 @@ class _Reader:
         return (value >> 1) ^ -(value & 1)
 
     def _varint(self) -> int:
-        value = shift = 0
+        if (byte := self._byte()) < 128:  # as nearly all are
+            return byte
+        value, shift = byte & 127, 7
         while (byte := self._byte()) & 128:
             value |= (byte & 127) << shift
             shift += 7
@@ -101,8 +104,12 @@ class _Reader:
         return value | byte << shift
 
     def _byte(self) -> int:
-        self._skip(1)
-        return self._data[self.place - 1]
+        try:
+            byte = self._data[self.place]
+        except IndexError:
+            raise ValueError("a page header ends behind its column") from None
+        self.place += 1
+        return byte
 
     def _skip(self, num_bytes: int) -> None:
         self.place += num_bytes
