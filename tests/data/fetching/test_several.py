@@ -111,6 +111,7 @@ def test_it_resumes_amid_what_was_read_at_once(arrays: dict[str, np.ndarray]) ->
 
 
 def test_an_error_comes_at_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "_READ_SECONDS", 60.0)  # however slow the machine is, a batch is one read
     values = np.zeros((NUM_SAMPLES, 16), np.int64)
     loader = DataLoader(from_arrays({"x": values}), batch_size=20)
     coming = loader.peek(50)
@@ -134,7 +135,7 @@ def opened_texts(folder: Path, texts: list[Any], **columns: Any) -> Source:
     return data.padded(data.open(folder / "a.arrow"), 40, leaf="text", pad=0x2A)
 
 
-def not_checked(texts: list[bytes]) -> pa.Array:
+def not_checked(texts: list[bytes]) -> Any:
     """Returns texts that nobody has looked at."""
     return pa.StringArray.from_buffers(len(texts), *pa.array(texts).buffers()[1:])
 
@@ -190,6 +191,7 @@ def test_it_resumes_amid_texts_that_were_read_at_once(tmp_path: Path) -> None:
 
 
 def test_a_text_that_is_none_is_an_error_of_its_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "_READ_SECONDS", 60.0)  # however slow the machine is, a batch is one read
     texts = [words(number).encode() for number in range(NUM_SAMPLES)]
     coming = DataLoader(from_arrays({"x": np.zeros(NUM_SAMPLES, np.int8)}), batch_size=20).peek(50)
     bad = int(coming[30][7])
