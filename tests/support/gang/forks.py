@@ -1,6 +1,6 @@
-"""Ranks of a `LocalGang`, and workers of sources, that are forks of a process which has imported what they need: that
-takes longer than most of what tests ask of them. They share in what is compiled, too. `tests/gang` has ranks as users
-have them, and most of `tests/data` such workers.
+"""Ranks of a `LocalGang` and of `launch_here`, and workers of sources, that are forks of a process which has imported
+what they need: that takes longer than most of what tests ask of them. Those of a gang share in what is compiled, too.
+`tests/gang` has ranks as users have them, and most of `tests/data` such workers.
 
 An order is a line of JSON, what `subprocess.Popen` would be given, with the descriptors of the fork; the answer is
 the number of its process, which is a child of who gave the order, as any rank is.
@@ -21,6 +21,7 @@ import threading
 import types
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, final
 
 import jax
@@ -36,6 +37,12 @@ _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1
 # Variables that a process reads as it begins, and tests set; others are set by Ray, Dask and OpenCV for their children.
 _READ_EARLY = ("PYTHONDEVMODE", "PYTHONHOME", "PYTHONOPTIMIZE", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONWARNINGS")
 _FORKED = ("from braidax.gang.child import main", "from braidax.data.workers.processes.child import main")  # their code
+_LAUNCHED = {  # modules that are run, and which has their `main`
+    "braidax.gang.runner": "braidax.gang.runner",
+    "braidax.parallel.served.on_servers": "braidax.parallel.served.on_servers.__main__",
+}
+_NOTES = "BRAIDAX_TESTED_FORKS"
+"""The variable with a folder where a fork notes its environment, which for others to see is that of who forked it."""
 
 
 def fork_children(patch: pytest.MonkeyPatch, *imported: str) -> None:
@@ -67,8 +74,13 @@ def _can_be(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
     differs = any(_ENVIRONMENT.get(name) != environment.get(name) for name in _READ_EARLY)
     if differs or any(name.startswith("JAX_") for name in _ENVIRONMENT.keys() - environment.keys()):
         return False
-    is_known = any(words in one for one in arguments for words in _FORKED)
+    is_known = any(words in one for one in arguments for words in _FORKED) or _launched(arguments) is not None
     return is_known and not any(_LOST in one for one in arguments)
+
+
+def _launched(arguments: Sequence[str]) -> str | None:
+    """Returns which module has the `main` of what is to be started, if it is a module that may be forked."""
+    return _LAUNCHED.get(arguments[3]) if list(arguments[1:3]) == ["-P", "-m"] else None
 
 
 @final
@@ -99,7 +111,7 @@ class _Nursery:
         **Arguments:** `group`: the group that it joins; 0 is one of its own.
         """
         order = {
-            "arguments": arguments[arguments.index("-c") + 1 :],
+            "arguments": _code_and_more(arguments, environment),
             "environment": dict(environment),
             "folder": folder,
             "group": group,
@@ -117,6 +129,16 @@ class _Nursery:
     def _end(self) -> None:
         self._orders.close()
         self._process.wait(30)
+
+
+def _code_and_more(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Returns the code that is to be run, and its arguments."""
+    module, code = _launched(arguments), ""
+    if module is None:
+        return [*arguments[arguments.index("-c") + 1 :]]
+    if "JAX_COMPILATION_CACHE_DIR" not in environment:  # processes of one JAX that shared were seen to stand still
+        code = 'import jax\njax.config.update("jax_enable_compilation_cache", False)\n'
+    return [f"{code}from {module} import main\nmain()", *arguments[4:]]
 
 
 @functools.cache
@@ -179,6 +201,9 @@ def _become(order: Mapping[str, Any]) -> types.CodeType:
     for name, value in os.environ.items():
         if name.startswith("JAX_") and before.get(name) != value:
             jax.config.update(name.lower(), _as(jax.config.values[name.lower()], value))
+    if _NOTES in os.environ:
+        note = Path(os.environ[_NOTES], f"{os.getpid()}.environ")
+        note.write_text("\0".join(f"{name}={value}" for name, value in os.environ.items()))
     code, *arguments = order["arguments"]
     sys.argv = ["-c", *arguments]
     return compile(code, "<string>", "exec")
@@ -188,7 +213,7 @@ def _as(known: Any, value: str) -> Any:
     """Returns a value as JAX reads it from the environment, given another one of its option."""
     if isinstance(known, bool):
         return value.lower() in ("1", "true")
-    return int(value) if isinstance(known, int) else value
+    return type(known)(value) if isinstance(known, int | float) else value
 
 
 def _main(orders: int, *imported: str) -> None:
