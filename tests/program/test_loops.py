@@ -154,7 +154,7 @@ def test_low_precision_stays_low() -> None:
     params, batch = weights(), draw(N, T, D, seed=7)
     before, after = programs(recurrent(halves), params, batch)
     assert "bf16[5,8,6]" in str(jax.make_jaxpr(jax.grad(after))(params, batch))
-    got, wanted = jax.grad(after)(params, batch), jax.grad(before)(params, batch)
+    got, wanted = (jax.jit(jax.grad(program))(params, batch) for program in (after, before))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0.05, atol=2e-3), got, wanted)
 
 
@@ -217,18 +217,18 @@ def test_what_goes_along_the_samples_is_no_weight() -> None:
 
     program = trace(both, params, batch)
     after = with_sums_behind_loops(program, {1: 0})
-    got, expected = (jax.grad(one)(params, batch) for one in (after.__call__, program.__call__))
+    got, expected = (jax.jit(jax.grad(one))(params, batch) for one in (after.__call__, program.__call__))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7), got, expected)
     by_shape = with_sums_behind_loops(program)
     stacked = [_num_stacked(jax.make_jaxpr(jax.grad(one.__call__))(params, batch)) for one in (by_shape, after)]
     assert stacked[0] > stacked[1] > 0
 
 
-@pytest.mark.parametrize("cell", [nn.OptimizedLSTMCell, nn.GRUCell])
+@pytest.mark.parametrize("cell", [pytest.param(nn.OptimizedLSTMCell, marks=pytest.mark.slow), nn.GRUCell])
 def test_devices_sum_once(cell: Any) -> None:
     model = nn.RNN(cell(D))
     batch = draw(N, T, D)
-    params = model.init(jax.random.key(0), batch)
+    params = jax.jit(model.init)(jax.random.key(0), batch)
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     replicated, split = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("data")))
     sums: list[list[str]] = []

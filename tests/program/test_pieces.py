@@ -70,8 +70,8 @@ def test_it_means_the_same(fn: Any) -> None:
     ends = np.cumsum(sizes)[:-1].tolist()
     given = {name: tuple(jnp.split(PARAMS[name], ends, axis=-1)) for name in ("qkv", "bias")} | {"out": PARAMS["out"]}
     opened = in_pieces(program, found.cuts)
-    expected, of_whole = jax.value_and_grad(program)(PARAMS, x)
-    got, of_pieces = jax.value_and_grad(opened)(given, x)
+    expected, of_whole = jax.jit(jax.value_and_grad(program))(PARAMS, x)
+    got, of_pieces = jax.jit(jax.value_and_grad(opened))(given, x)
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     for name, gradient in of_whole.items():
         pieces = of_pieces[name] if name == "out" else jnp.concatenate(of_pieces[name], -1)

@@ -165,7 +165,7 @@ def test_what_a_rule_closes_over_arrives_whole_and_has_a_gradient() -> None:
         rules = dict.fromkeys(both, lambda equation, inputs: same(equation, [inputs[0], other]))
         return evaluate(program.closed, rules, (jnp.zeros((3, 3)), x))[0][0]
 
-    got, expected = jax.jit(jax.value_and_grad(rewritten))(weight), jax.value_and_grad(nested)(weight, x)
+    got, expected = jax.jit(jax.value_and_grad(rewritten))(weight), jax.jit(jax.value_and_grad(nested))(weight, x)
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 

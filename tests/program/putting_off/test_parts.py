@@ -67,14 +67,14 @@ def test_parts_add_up_to_the_gradient_and_take_no_collective(name: str) -> None:
     wanted = jax.grad(with_penalty(LOSSES[name]))
     program = trace(wanted, PARAMS, BATCH)
     found = left_in_parts(program, range(len(PARAMS)), {1: 0}, automatic(mesh), ("data",))
-    leaves = jax.tree.leaves(jax.grad(lambda w, x: LOSSES[name](w, x).sum())(PARAMS, BATCH))
+    leaves = jax.tree.leaves(jax.jit(jax.grad(lambda w, x: LOSSES[name](w, x).sum()))(PARAMS, BATCH))
     used = [at for at, one in enumerate(leaves) if jnp.any(one != 0)]
     assert [*found.outputs] == used
     on, whole = jax.NamedSharding(mesh, jax.P("data")), jax.NamedSharding(mesh, jax.P())
     outs = {leaf: on if at in used else whole for at, leaf in enumerate(sorted(PARAMS))}
     run = compile_on(mesh, found.program, in_shardings=(whole, on), out_shardings=outs)
     assert "all-reduce" not in run.lower(PARAMS, BATCH).compile().as_text()
-    got, expected = run(PARAMS, BATCH), wanted(PARAMS, BATCH)
+    got, expected = run(PARAMS, BATCH), jax.jit(wanted)(PARAMS, BATCH)
     for at, leaf in enumerate(sorted(PARAMS)):
         total = got[leaf].sum(0) if at in used else got[leaf]
         np.testing.assert_allclose(total, expected[leaf], rtol=1e-6, atol=1e-6, err_msg=leaf)
@@ -96,7 +96,8 @@ def test_what_a_loop_needs_as_a_whole_is_not_carried_in_parts() -> None:
     assert every.outputs == (0, 2)
     with jax.set_mesh(mesh):
         parts = jax.sharding.auto_axes(every.program, out_sharding=jax.P())(PARAMS, BATCH)
-    np.testing.assert_allclose(parts[2], np.stack([run(PARAMS, BATCH)[2], jnp.zeros(D)]), rtol=1e-6)
-    np.testing.assert_allclose(parts[0].sum(0), run(PARAMS, BATCH)[0], rtol=1e-6)
-    for one, other in zip(found.program(PARAMS, BATCH), run(PARAMS, BATCH), strict=True):
+    expected = jax.jit(run)(PARAMS, BATCH)
+    np.testing.assert_allclose(parts[2], np.stack([expected[2], np.zeros(D)]), rtol=1e-6)
+    np.testing.assert_allclose(parts[0].sum(0), expected[0], rtol=1e-6)
+    for one, other in zip(jax.jit(found.program.__call__)(PARAMS, BATCH), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
