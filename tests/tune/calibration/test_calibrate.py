@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,16 @@ from braidax.tune.calibration.hosts import measure_cores
 from braidax.tune.calibration.rates import Copies, Disk
 
 SMALL = 2 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def for_a_moment() -> Iterator[None]:
+    """Lets each measurement take as little time as gives a number: how good it is nobody asks here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("braidax.tune.calibration.disks._SMALL_SECONDS", 0.05)
+        patch.setattr("braidax.tune.calibration.hosts._DECODE_SECONDS", 0.05)
+        patch.setattr(calibrating, "_NUM_RUNS", 1)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from braidax.tune.study import SPACE, Length, Place, Run, Setting, find_best_mix, open_bench
 from tests.support.tune.study.tiny import CASE
 
@@ -41,6 +43,7 @@ def test_a_space_of_the_four_overlaps_has_256_mixes() -> None:
     assert sizes == {"prefetch": 8, "sync": 2, "microbatches": 4, "checkpoint_every": 4}
 
 
+@pytest.mark.slow  # test_study.py runs settings on one
 def test_a_bench_runs_settings_as_often_as_it_is_asked_to(tmp_path: Path) -> None:
     settings = [Setting(), Setting(prefetch=2, checkpoint_every=3), Setting()]
     with open_bench(CASE, tmp_path, place=Place(devices=2)) as measure:

@@ -1,14 +1,17 @@
 """Limits of what trains: read from a text, set by the kernel, taken away."""
 
+import io
 import os
-import subprocess
-import sys
+import pickle
+import signal
 from pathlib import Path
 
 import pytest
 
 from braidax.cores import usable_cores
 from braidax.errors import ArgumentError
+from braidax.gang.launch import launch_here
+from braidax.gang.program import Program
 from braidax.tune.study import Limits, parse_limits
 from braidax.tune.study.limits import Confined
 
@@ -44,10 +47,8 @@ def test_whole_cores_need_no_root(tmp_path: Path) -> None:
     with Confined(Limits(cores=1), tmp_path) as confined:
         assert len(confined.confinement.cores) == 1
         assert confined.confinement.groups == ()
-        code = (
-            "import os, sys, pickle; c = pickle.load(sys.stdin.buffer); c.enter(); print(len(os.sched_getaffinity(0)))"
-        )
-        assert _asked(code, confined.confinement) == "1"
+        code = "import os; confinement.enter(); print(len(os.sched_getaffinity(0)))"
+        assert _asked(code, confined.confinement, tmp_path) == "1"
     assert usable_cores() == len(os.sched_getaffinity(0))
 
 
@@ -80,8 +81,8 @@ def test_memory_is_held_down_by_the_kernel(tmp_path: Path) -> None:
         pytest.skip(why)
     with Confined(limits, tmp_path) as confined:
         groups = [Path(entry).parent for entry in confined.confinement.groups]
-        code = "import sys, pickle; pickle.load(sys.stdin.buffer).enter(); x = bytearray(1 << 30); print('all there')"
-        assert _asked(code, confined.confinement) == "killed"
+        code = "confinement.enter(); x = bytearray(1 << 30); print('all there')"
+        assert _asked(code, confined.confinement, tmp_path) == "killed"
         assert all(group.exists() for group in groups)
     assert not any(group.exists() for group in groups)
 
@@ -93,15 +94,15 @@ def test_a_network_has_a_bandwidth_of_its_own(tmp_path: Path) -> None:
         pytest.skip(why)
     with Confined(limits, tmp_path) as confined:
         assert confined.confinement.network is not None
-        assert float(_asked(_SENDING, confined.confinement)) > 0.25
+        assert float(_asked(_SENDING, confined.confinement, tmp_path)) > 0.25
         network = Path(confined.confinement.network)
         assert network.exists()
     assert not network.exists()
 
 
 _SENDING = """
-import pickle, socket, sys, threading, time
-pickle.load(sys.stdin.buffer).enter()
+import socket, threading, time
+confinement.enter()
 listening = socket.create_server(("127.0.0.1", 0))
 def read():
     connection, _ = listening.accept()
@@ -117,15 +118,12 @@ print(time.perf_counter() - begun)
 """
 
 
-def _asked(code: str, confinement: object) -> str:
-    import pickle
-
-    command = [sys.executable, "-c", code]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        command, input=pickle.dumps(confinement), capture_output=True, check=False, timeout=60, env=environment
-    )
-    if done.returncode == -9:
+def _asked(code: str, confinement: object, folder: Path) -> str:
+    """Returns what a process prints that runs a text, in which `confinement` is one."""
+    script, log = folder / "asked.py", io.StringIO()
+    script.write_text(f"import pickle\nconfinement = pickle.loads({pickle.dumps(confinement)!r})\n{code}\n")
+    ended = launch_here(Program(str(script), initialize="nothing"), 1, log=log)
+    if ended == 128 + signal.SIGKILL:
         return "killed"
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode().strip()
+    assert ended == 0, log.getvalue()
+    return log.getvalue().removeprefix("[0] ").strip()

@@ -17,9 +17,11 @@ import pytest
 
 from braidax.cores import usable_cores
 from braidax.errors import ArgumentError, CallFailed
+from braidax.gang.program import Program
 from braidax.tune.study import Design, Place, Progress, Run, StudyFolder, Written, run_study, write_report
 from braidax.tune.study.findings import find
 from braidax.tune.study.report.charts import milliseconds
+from tests.support.tree import ROOT
 from tests.support.tune.study.tiny import ABOUT, CASE, DESIGN, fail
 
 PLACE = Place(devices=2)
@@ -44,9 +46,8 @@ class Studied:
 def _killed(path: Path) -> bytes:
     """Kills a study that has begun as `kill -9` does, and cuts its last line; returns the lines that it had kept."""
     runs = path / "runs.jsonl"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.tune.study.killed", str(path)], env=dict(os.environ)
-    )
+    program = Program("tests.support.tune.study.killed", (str(path),), "module", "nothing")
+    process = subprocess.Popen([sys.executable, *program.command], env=dict(os.environ), cwd=str(ROOT))
     try:
         deadline = time.monotonic() + LIMIT_SECONDS
         while not (runs.exists() and runs.read_bytes().count(b"\n") >= 2):
