@@ -1,7 +1,7 @@
 """Gangs that tests of servers share: with its first step a server imports JAX, which takes longer than a test."""
 
-import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,14 +11,13 @@ from tests.support.gang.forks import fork_children
 from tests.support.parallel.served.exports import write_once
 from tests.support.parallel.served.losing import mend
 
-_STACK = contextlib.ExitStack()
-
 
 class _Gangs(dict[int, LocalGang]):
     """Starts a gang of so many ranks when one is asked for."""
 
     def __missing__(self, size: int) -> LocalGang:
-        self[size] = _STACK.enter_context(LocalGang(size))
+        self[size] = LocalGang(size)
+        self[size].start()
         return self[size]
 
 
@@ -64,5 +63,7 @@ def programs_written_once() -> Iterator[None]:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Ends them when tests elsewhere follow, some of which look for threads that are left."""
     if nextitem is None or not nextitem.path.is_relative_to(Path(__file__).parent):
-        _STACK.close()
+        gangs = [*_GANGS.values()]
         _GANGS.clear()
+        with ThreadPoolExecutor(max(1, len(gangs))) as threads:  # each waits for its ranks to leave
+            [*threads.map(LocalGang.stop, gangs)]

@@ -56,7 +56,7 @@ def single_device(params: Any, optimizer: Any, num_updates: int) -> tuple[Any, l
 @pytest.mark.parametrize(
     ("strategies", "optimizer", "microbatches"),
     [
-        ({"data": bx.DataParallel()}, optax.chain(optax.adam(1e-2), PLATEAU), 1),
+        pytest.param({"data": bx.DataParallel()}, optax.chain(optax.adam(1e-2), PLATEAU), 1, marks=pytest.mark.slow),
         ({"data": bx.FullySharded({"params/kernel": bx.Gathered(1)}, 0)}, optax.polyak_sgd(0.1), 2),
         ({"data": bx.Hybrid(), "model": bx.Hybrid()}, optax.chain(optax.sgd(0.1), PLATEAU), 1),
         pytest.param(

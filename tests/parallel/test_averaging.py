@@ -69,12 +69,12 @@ def updated(step: Any, num: int = NUM_UPDATES) -> Any:
 
 def on_one_device() -> tuple[Any, Any]:
     """Returns the parameters, and their average, by a loop that knows no optimizer that averages."""
-    params = init(jax.random.split(jax.random.key(0))[0])
+    params = jax.jit(init)(jax.random.split(jax.random.key(0))[0])
     average = whole(params)
     gradients = jax.jit(jax.grad(loss))
+    moved = jax.jit(lambda params, moves: optax.apply_updates(params, jax.tree.map(lambda leaf: -0.5 * leaf, moves)))
     for seed in range(NUM_UPDATES):
-        moves = jax.tree.map(lambda leaf: -0.5 * leaf, gradients(params, samples(seed)))
-        params = optax.apply_updates(params, moves)
+        params = moved(params, gradients(params, samples(seed)))
         average = jax.tree.map(lambda old, new: DECAY * old + (1 - DECAY) * new, average, whole(params))
     return whole(params), average
 
@@ -119,7 +119,7 @@ def test_a_state_with_the_average_is_evaluated_and_the_one_given_is_trained_on(e
     assert ours.params["scale"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(ours.params["kernel"], state.opt_state.average["kernel"])
     np.testing.assert_array_equal(ours.params["table"], state.params["table"])  # it is frozen
-    wanted = loss(whole(jax.device_get(ours.params)), samples(9))
+    wanted = jax.jit(loss)(whole(jax.device_get(ours.params)), samples(9))
     assert float(step.evaluate(ours, samples(9))["loss"]) == pytest.approx(float(wanted), rel=1e-3)
     state, _ = step.update(state, samples(9))
     assert int(state.step) == NUM_UPDATES + 1

@@ -56,7 +56,7 @@ def said(why: str) -> float:
     return float(found[1]) * {"KB": 1e3, "MB": 1e6}[found[2]]
 
 
-@pytest.mark.parametrize("loss", [own, candidates])
+@pytest.mark.parametrize("loss", [pytest.param(own, marks=pytest.mark.slow), candidates])
 def test_what_is_said_is_sent(loss: Callable[..., Any]) -> None:
     step = make_step(loss, optax.sgd(0.1), touched=measured(loss, 8))
     placed, why = decided(step)

@@ -71,9 +71,13 @@ def by_hand(state: Any, batch: Any) -> Any:
 
 
 def begin(key: Any = None) -> Any:
+    return _begun(jax.random.key(1) if key is None else key)
+
+
+@jax.jit
+def _begun(key: Any) -> Any:
     params = init()
     shift = {"mean": jnp.zeros(8), "count": jnp.zeros((), jnp.int32)}
-    key = jax.random.key(1) if key is None else key
     return {"params": params, "opt_state": OPTIMIZER.init(params), "shift": shift, "key": key}
 
 
@@ -86,15 +90,17 @@ def samples(seed: int) -> Any:
 @pytest.mark.parametrize(
     ("mesh", "strategies", "key"),
     [
-        ("8 auto", {"data": ALL}, "typed"),
+        ("8 auto", {"data": ALL}, "numbers"),  # typed ones are those of test_step.py
+        pytest.param("8 auto", {"data": ALL}, "typed", marks=pytest.mark.slow),
         pytest.param("8 explicit", {"data": bx.DataParallel()}, "numbers", marks=pytest.mark.slow),
-        (
+        pytest.param(
             "4x2 auto",
             {
                 "data": bx.Hybrid(overrides={"state/params/table": bx.Rows()}),
                 "model": bx.TensorParallel(min_bytes=0),
             },
             "numbers",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -77,7 +77,7 @@ def samples(seed: int, size: int = 16) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     "strategies",
     [
-        {"data": SHARDED, "model": SHARDED},
+        pytest.param({"data": SHARDED, "model": SHARDED}, marks=pytest.mark.slow),
         {"data": bx.Hybrid(dense=SHARDED, overrides={"state/params/table": bx.Rows()}), "model": bx.TensorParallel()},
     ],
     ids=["gathered", "rows"],

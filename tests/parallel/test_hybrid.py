@@ -39,7 +39,7 @@ from tests.support.parallel.models import assert_close, copied, make_mesh, recor
 SLOW = pytest.mark.slow  # a case like others, which is compiled and run nightly
 
 
-# Momentum, which catches up with missed steps, is in test_hybrid_clipping.py, and Adam in test_hybrid_optimizers.py.
+# Momentum, which catches up with missed steps, and Adam are in test_hybrid_optimizers.py.
 @pytest.mark.parametrize(
     "optimizer", [name if name == "sgd" else pytest.param(name, marks=SLOW) for name in OPTIMIZERS]
 )
@@ -54,14 +54,14 @@ def test_every_optimizer(optimizer: str) -> None:
     assert_as_on_one_device(step, pooled, OPTIMIZERS[optimizer])
 
 
-# test_hybrid_clipping.py has the others over two axes, and with microbatches.
+# test_hybrid_options.py has the one in a scan by day, over two axes, and test_hybrid_clipping.py one with microbatches.
 @pytest.mark.parametrize(
     ("loss", "mesh", "strategies"),
     [
         pytest.param("pooled", "4x2 explicit", HYBRID, marks=SLOW),
         pytest.param("pooled", "4x2 auto", {"data": bx.Hybrid(), "model": bx.DataParallel()}, marks=SLOW),
         pytest.param("pooled", "4x2 explicit", {"data": bx.Hybrid(), "model": bx.Hybrid()}, marks=SLOW),
-        ("scanned", "8 auto", HYBRID),
+        pytest.param("scanned", "8 auto", HYBRID, marks=SLOW),
         pytest.param("scanned", "4x2 explicit", {"data": bx.Hybrid(), "model": bx.Hybrid()}, marks=SLOW),
         pytest.param("sampled", "8 explicit", HYBRID, marks=SLOW),
         pytest.param("sampled", "4x2 auto", {"data": bx.Hybrid(), "model": bx.DataParallel()}, marks=SLOW),
@@ -148,6 +148,7 @@ def test_no_device_makes_a_whole_table(mesh: str) -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < num_rows * 16 * 4
 
 
+@SLOW  # rows/test_traffic.py has the exchange and the update of rows
 def test_memory_does_not_grow_with_the_table() -> None:
     def temporary_bytes(num_rows: int) -> int:
         def large(key: jax.Array) -> Any:
@@ -298,6 +299,7 @@ def test_the_plan_survives_json() -> None:
     assert bx.Plan.from_json(plan.to_json()) == plan
 
 
+@SLOW  # test_whole_tables.py has a table that is trained by rows
 def test_evaluation_may_use_a_table_whole() -> None:
     def loss(params: Any, batch: Any, train: bool) -> Any:
         state = params["table"][batch["ids"][:, 0]]

@@ -85,7 +85,7 @@ BY_ROWS: dict[str, Callable[[], Optimizer]] = {
 
 QUICK = (
     "momentum, decay by ndim",
-)  # the others are compiled and run nightly: below one is frozen, one warms up, and test_hybrid_clipping.py clips
+)  # the others are compiled and run nightly: below one is frozen, one warms up, and test_asked.py has norms over rows
 
 DENSE: dict[str, tuple[Callable[[], Optimizer], str]] = {
     "lamb": (lambda: optax.lamb(1e-2), "reduce_sum over all rows, of more than their gradients"),
@@ -231,8 +231,9 @@ def test_hundreds_of_missed_steps_by_a_schedule() -> None:
     assert words.growth is not None
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=SLOW)])
-@pytest.mark.parametrize("name", ["adam", pytest.param("momentum", marks=SLOW), pytest.param("sgd", marks=SLOW)])
+@SLOW  # test_catch_up.py has narrow rows
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["adam", "momentum", "sgd"])
 def test_narrow_tables(name: str, dtype: Any) -> None:
     step, eps = make_step(BY_ROWS[name](), dtype), float(jnp.finfo(dtype).eps)
     assert placement(step)[0] == "rows"

@@ -115,37 +115,50 @@ def test_ids_out_of_range_mean_what_the_loss_says(loss: Any) -> None:
     np.testing.assert_allclose(as_dense(step, state.params)["table"], moved, rtol=1e-5, atol=1e-6)
 
 
+@functools.cache
+def raising(loss: Any) -> bx.Step:
+    """A step that several tests train by: it keeps no state, but counts its updates."""
+    return make_step(loss, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid(out_of_range="raise")})
+
+
+def number_of(step: bx.Step, update: int) -> int:
+    """Returns the number of an update to come, the first of which is 1."""
+    return step._num_updates + update  # pyright: ignore[reportPrivateUsage]
+
+
 @pytest.mark.parametrize("loss", [clipped, pytest.param(filled, marks=pytest.mark.slow)])
 def test_ids_out_of_range_raise_some_updates_later(loss: Any) -> None:
-    step = make_step(loss, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid(out_of_range="raise")})
-    state = step.init(jax.random.key(0))
+    step = raising(loss)
+    state, number = step.init(jax.random.key(0)), number_of(step, 2)
     state, metrics = step.update(state, make_batch())
     assert set(metrics) == {"loss", "row_rounds"}
     state, _ = step.update(state, with_wrong_ids())
     for _ in range(LATE_UPDATES - 1):
         state, _ = step.update(state, make_batch())
-    expected = rf"the batch of update 2 of this step has ids out of range: 2 for params/table of {ROWS} rows; .*mode="
-    with pytest.raises(DataError, match=expected):
+    wrong = rf"ids out of range: 2 for params/table of {ROWS} rows; .*mode="
+    with pytest.raises(DataError, match=rf"the batch of update {number} of this step has {wrong}"):
         step.update(state, make_batch())
     step.update(state, make_batch())  # the state is still valid
 
 
 def test_settling_looks_at_all_ids() -> None:
-    step = make_step(clipped, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid(out_of_range="raise")})
+    step = raising(clipped)
+    number = number_of(step, 1)
     state, _ = step.update(step.init(jax.random.key(0)), with_wrong_ids())
-    with pytest.raises(DataError, match="the batch of update 1 "):
+    with pytest.raises(DataError, match=f"the batch of update {number} "):
         step.settled(state)
     step.evaluate(state, with_wrong_ids())
-    with pytest.raises(DataError, match="the batch of an evaluation behind update 1 "):
+    with pytest.raises(DataError, match=f"the batch of an evaluation behind update {number} "):
         step.settled(state)
 
 
 def test_the_last_ids_are_looked_at_when_asked_for() -> None:
-    step = make_step(clipped, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid(out_of_range="raise")})
+    step = raising(clipped)
+    number = number_of(step, 2)
     state, _ = step.update(step.init(jax.random.key(0)), make_batch())
     step.finish()
     step.update(state, with_wrong_ids())
-    with pytest.raises(DataError, match="the batch of update 2 "):
+    with pytest.raises(DataError, match=f"the batch of update {number} "):
         step.finish()
     step.finish()  # it is told once
 

@@ -41,7 +41,7 @@ def test_a_scan_reads_the_same_samples() -> None:
     )
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ids_drawn_at_random_are_those_of_the_step(microbatches: int) -> None:
     key = jax.random.split(jax.random.key(5))[1]
 
@@ -89,7 +89,7 @@ def test_ids_that_parameters_decide_are_unknown() -> None:
     assert nothing == ({}, {})
 
 
-@pytest.mark.parametrize("mesh", ["4x2 explicit", "8 auto"])
+@pytest.mark.parametrize("mesh", ["4x2 explicit", pytest.param("8 auto", marks=pytest.mark.slow)])
 def test_global_arrays_tell_the_same(mesh: str) -> None:
     split = NamedSharding(make_mesh(mesh), P("data"))
     placed = [jax.device_put(batch, split) for batch in BATCHES]

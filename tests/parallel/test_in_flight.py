@@ -1,8 +1,7 @@
 """A loop may run ahead of CPU devices by some updates, not by hundreds: XLA would end the process."""
 
+import io
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from braidax.gang.launch import launch_here
+from braidax.gang.program import Program
 from braidax.parallel.compute.in_flight import MAX_IN_FLIGHT, InFlight
 from tests.support.parallel.many_updates import NUM_UPDATES, RATE, first, loss, samples
 from tests.support.tree import ROOT
@@ -49,24 +50,19 @@ def test_a_call_waits_for_the_one_so_many_before_it_on_cpu_alone() -> None:
     assert waited_for("gpu") == []
 
 
-def test_loops_that_read_nothing_end() -> None:
+def test_loops_that_read_nothing_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all forms, in a process that XLA would end."""
-    flags = f"{LIMIT} {os.environ.get('XLA_FLAGS', '')}"
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.parallel.many_updates", "evaluations", "whole", "decorated"],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", f"{LIMIT} {os.environ.get('XLA_FLAGS', '')}")
+    log, forms = io.StringIO(), ("evaluations", "whole", "decorated")
+    program = Program("tests.support.parallel.many_updates", forms, "module", "nothing")
+    assert launch_here(program, 1, log=log) == 0, log.getvalue()[-2000:]
     params, moved = first(), jax.jit(jax.value_and_grad(loss))
     value, gradient = moved(params, samples())
     evaluated = float(value)
     for _ in range(NUM_UPDATES - 1):
         params = params - RATE * gradient
         value, gradient = moved(params, samples())
-    found = [float(line) for line in run.stdout.splitlines()]
+    found = [float(line.removeprefix("[0] ")) for line in log.getvalue().splitlines()]
     np.testing.assert_allclose(found, [evaluated, value, value], rtol=1e-3)

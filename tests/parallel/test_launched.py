@@ -42,6 +42,7 @@ def launched(compiled: str, monkeypatch: pytest.MonkeyPatch) -> Launch:
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("BRAIDAX_TESTED_FORKS", compiled)
 
     def run(*case: str, processes: int, servers: int, log: io.StringIO | None = None, **options: Any) -> Any:
         log, restarts = io.StringIO() if log is None else log, options.pop("restarts", 0)
@@ -100,7 +101,7 @@ def assert_trained_by_workers(log: str) -> None:
 @pytest.mark.parametrize(
     ("lost", "processes"),
     [
-        ("server", 1),
+        pytest.param("server", 1, marks=pytest.mark.slow),  # served/test_losing.py has a gang, tests/gang restarts
         pytest.param("server", 2, marks=pytest.mark.slow),
         pytest.param("server and rank", 2, marks=pytest.mark.slow),  # tests/gang has ranks that die
     ],
@@ -119,7 +120,7 @@ def test_training_goes_on_from_the_checkpoint_when_a_server_dies_and_when_a_rank
     assert_trained(log, begun=SAVED)
 
 
-@pytest.mark.slow  # over hosts it is not
+@pytest.mark.slow  # below there is one, which is stopped; workers/test_together.py has two
 def test_workers_train_one_step_after_the_other(launched: Launch) -> None:
     code, log = launched("workers", processes=WORKERS, servers=2)
     assert code == 0, log
@@ -138,9 +139,39 @@ def test_a_server_of_whose_rows_there_are_copies_is_replaced(launched: Launch, p
     assert_trained(log)
 
 
+BESIDE = [Host("a", (0,), num_servers=1), Host("b", num_servers=1, sees_all=True)]
+_SERVERS = """
+import os, time
+from pathlib import Path
+wanted, found = f"BRAIDAX_JOB={os.environ['BRAIDAX_JOB']}", set()
+while len(found) < int(os.environ["BRAIDAX_SERVERS"]):
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            told = environ.read_text(errors="replace").split(chr(0))
+        except OSError:
+            continue
+        found |= {one for one in told if one.startswith("BRAIDAX_SERVER=") and wanted in told}
+    time.sleep(0.02)
+print(*sorted(found), flush=True)
+"""
+
+
+def test_hosts_start_servers_beside_ranks_and_alone(
+    command: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "program.py").write_text(_SERVERS)
+    log, program = io.StringIO(), Program("program.py", initialize="nothing")
+    code = launch_over_ssh(program, BESIDE, remote=Remote(ssh=command), log=log)
+    assert code == 0, log.getvalue()
+    *told, idle = log.getvalue().splitlines()
+    assert sorted(told) == [f"[{rank}] BRAIDAX_SERVER=0 BRAIDAX_SERVER=1" for rank in ("0 a", "1 b")]
+    assert "no step of it has met its 2 servers: give one strategies" in idle
+
+
+@pytest.mark.slow  # above they are started
 def test_hosts_have_servers_beside_ranks_and_alone(launched_over_ssh: Launch) -> None:
-    hosts = [Host("a", (0,), num_servers=1), Host("b", num_servers=1, sees_all=True)]
-    code, log = launched_over_ssh("workers", hosts=hosts)
+    code, log = launched_over_ssh("workers", hosts=BESIDE)
     assert code == 0, log
     assert_trained_by_workers(log)
 
@@ -179,6 +210,7 @@ def test_servers_outlive_ctrl_c_until_ranks_have_ended(launched: Launch) -> None
     with pytest.raises(KeyboardInterrupt):
         launched("stopped", processes=1, servers=1, log=log)
     found = told(log.getvalue())
+    assert "the 1 servers of braidax launch serve another step of this process: expected one" in found[0]["refused"]
     assert found[1] == {"bias": 0.0}
     wait_until_gone(found[0]["pids"], seconds=0.1)
     assert "had to kill" not in log.getvalue()

@@ -16,6 +16,7 @@ LINK = bx.Link(bytes_per_second=50e9, latency_seconds=5e-6, hidden=0.9)
 MACHINE = bx.Machine(400e12, {"data": LINK, "model": bx.Link(2e9)}, {"data": bx.Link(100e9)}, 80 << 30, "8 × a device")
 
 
+@pytest.mark.slow  # tests/tune/calibration measures two
 def test_devices_are_measured() -> None:
     """Nothing is said of how fast they are: only that they compute and send."""
     found = measure_machine(jax.make_mesh((8, 1), ("data", "alone")), num_runs=1)

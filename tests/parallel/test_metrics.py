@@ -41,7 +41,7 @@ def loss(params: Any, batch: Any, train: bool) -> Any:
     ("mesh", "strategies", "microbatches"),
     [
         pytest.param("8 explicit", DATA, 1, marks=pytest.mark.slow),
-        ("8 auto", DATA, 2),
+        pytest.param("8 auto", DATA, 2, marks=pytest.mark.slow),  # below another tree has microbatches
         ("4x2 explicit", BOTH, 1),
         pytest.param("4x2 auto", BOTH, 2, marks=pytest.mark.slow),
     ],
@@ -53,7 +53,7 @@ def test_they_lie_as_the_batch_does(mesh: str, strategies: Any, microbatches: in
     )  # fmt: skip
     state = step.init(jax.random.key(0))
     params = jax.tree.map(np.array, step.to_dense(state).params)
-    value, expected = loss(params, BATCH_OF_IDS, True)
+    value, expected = jax.jit(loss, static_argnums=2)(params, BATCH_OF_IDS, True)
     evaluated = step.evaluate(state, BATCH_OF_IDS)
     updated = step.update(state, BATCH_OF_IDS)[1]
     axes = step.plan.batch_axes
@@ -86,7 +86,7 @@ def test_aux_may_be_any_tree() -> None:
         told, optax.sgd(0.1), make_mesh("8 auto"), DATA, init=init, batch=specs(BATCH_OF_IDS), microbatches=2
     )
     state = step.init(jax.random.key(0))
-    _, (logits, [total]) = told(jax.tree.map(np.array, step.to_dense(state).params), BATCH_OF_IDS)
+    _, (logits, [total]) = jax.jit(told)(jax.tree.map(np.array, step.to_dense(state).params), BATCH_OF_IDS)
     metrics = step.update(state, BATCH_OF_IDS)[1]
     np.testing.assert_allclose(metrics["aux"][0], logits, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(metrics["aux"][1][0], total / 2, rtol=1e-5)  # the mean over microbatches of their sums

@@ -60,7 +60,7 @@ def make_nnx() -> Any:
 @pytest.mark.parametrize(
     ("strategy", "wrap"),
     [
-        (bx.DataParallel(), lambda fn: fn),
+        pytest.param(bx.DataParallel(), lambda fn: fn, marks=pytest.mark.slow),  # below it has them in one state
         (ALL, nnx.jit),
         pytest.param(bx.DataParallel(), nnx.jit, marks=pytest.mark.slow),
         pytest.param(ALL, lambda fn: fn, marks=pytest.mark.slow),

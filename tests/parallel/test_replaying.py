@@ -36,7 +36,7 @@ def samples(seed: int) -> dict[str, np.ndarray]:
 
 def make(strategies: Any = None, mesh: str = "4x2 explicit", **options: Any) -> bx.Step:
     options = {"init": init, "batch": BATCH, **options}
-    return bx.parallelize(loss, optax.adam(1e-2), make_mesh(mesh), strategies, **options)
+    return bx.parallelize(loss, optax.sgd(1e-2, momentum=0.9), make_mesh(mesh), strategies, **options)
 
 
 BOTH = {"data": bx.Hybrid(dense=bx.FullySharded(min_bytes=0)), "model": bx.DataParallel()}

@@ -190,8 +190,8 @@ def test_plan_and_batch_shardings_need_no_array() -> None:
 
 def test_value_and_grad_is_jax_s_own_outside() -> None:
     params, batch = init(jax.random.key(0)), make_batch()
-    ours = bx.value_and_grad(masked_loss, has_aux=True)(params, batch, jax.random.key(1))
-    theirs = jax.value_and_grad(masked_loss, has_aux=True)(params, batch, jax.random.key(1))
+    ours = jax.jit(bx.value_and_grad(masked_loss, has_aux=True))(params, batch, jax.random.key(1))
+    theirs = jax.jit(jax.value_and_grad(masked_loss, has_aux=True))(params, batch, jax.random.key(1))
     assert_close(ours, theirs, atol=0)
     value, gradients = bx.value_and_grad(lambda x, y: x * y, argnums=(0, 1))(3.0, 4.0)
     assert (float(value), [float(g) for g in gradients]) == (12.0, [4.0, 3.0])

@@ -81,7 +81,7 @@ def made(name: str) -> tuple[bx.Step, bx.State]:
     return step, step.update(state, samples(0))[0]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", ["whole", pytest.param("gathered", marks=pytest.mark.slow), "rows"])
 def test_it_computes_what_one_device_computes_and_leaves_it_split(name: str) -> None:
     step, state = made(name)
     whole = copied(step.to_dense(state).params)

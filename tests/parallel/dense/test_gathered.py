@@ -39,7 +39,7 @@ STRATEGIES: dict[str, Any] = {
         pytest.param("mlp", "8 auto", "one axis", marks=SLOW),  # and padded below
         pytest.param("mlp", "4x2 explicit", "two axes", marks=SLOW),
         pytest.param("resnet", "8 explicit", "one axis", marks=SLOW),
-        ("resnet", "4x2 explicit", "hybrid sharding"),
+        pytest.param("resnet", "4x2 explicit", "hybrid sharding", marks=SLOW),  # test_restored.py has it beside rows
         pytest.param("lstm", "8 auto", "one axis", marks=SLOW),  # test_in_parts.py has it, too
         pytest.param("lstm", "4x2 auto", "two axes", marks=SLOW),
     ],

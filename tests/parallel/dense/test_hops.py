@@ -11,11 +11,12 @@ import braidax.parallel as bx
 from braidax.parallel.plan import compiling
 from braidax.parallel.plan.plan import layouts_of
 from braidax.program import collectives_of, total_sent
-from tests.support.parallel.dense.models import BATCH, MODELS, VOCABULARY
+from tests.support.parallel.dense.models import BATCH, MODELS, VOCABULARY, Model
 from tests.support.parallel.dense.rotated import OPTIMIZER, STRATEGIES, by_heads
 from tests.support.parallel.dense.steps import assert_as_on_one_device, make_step
 
 IN_PLACE = bx.RotatedTensorParallel(min_bytes=0, hops="in place")
+SGD = optax.sgd(0.1)  # compiles to less
 SLOW = pytest.mark.slow
 
 
@@ -50,18 +51,34 @@ def test_in_place_it_trains_as_on_one_device(model: str, mesh: str, strategies: 
 def test_short_parts_go_around_as_one(
     least_bytes: int, of_heads: int, of_wider: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    of_short_parts(least_bytes, of_heads, of_wider, monkeypatch)
+
+
+@SLOW  # test_choosing.py trains with hops in place
+@pytest.mark.parametrize(("least_bytes", "of_heads", "of_wider"), [(0, 7, 7), (2049, 3, 4)])
+def test_with_short_parts_it_trains_as_on_one_device(
+    least_bytes: int, of_heads: int, of_wider: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, model = of_short_parts(least_bytes, of_heads, of_wider, monkeypatch)
+    keyed = model._replace(loss=lambda params, batch, key: model.loss(params, batch))
+    assert_as_on_one_device(step, keyed, optimizer=SGD, num_updates=2)
+
+
+def of_short_parts(
+    least_bytes: int, of_heads: int, of_wider: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[bx.Step, Model]:
+    """Returns a step, whose hops are as many as they should be, and its model."""
     form = compiling.ring_form("cpu")._replace(least_bytes=least_bytes)
     monkeypatch.setitem(compiling._RING_FORMS, "cpu", form)  # pyright: ignore[reportPrivateUsage]
     model = by_heads(8)  # two layers, whose parts have 1,024 and 2,048 bytes
-    step = make_step(model, {"data": STRATEGIES["one axis"]["data"]}, "8 auto", optimizer=OPTIMIZER)
+    step = make_step(model, {"data": STRATEGIES["one axis"]["data"]}, "8 auto", optimizer=SGD)
     sent = collectives_of(step.lower().gradients.compile().as_text() or "")
     # Two leaves of each, forward, backward and their gradients; the table is used outside of loops.
     hops = sum(one.times for one in sent if one.kind == "collective-permute")
     assert hops == 2 * 2 * 3 * (of_heads + of_wider) + 3 * 7
     weights = sum(one.num_bytes for one in step.plan.variables) + 4 * 16 * (-VOCABULARY % 8)
     assert total_sent(sent)["collective-permute"] == pytest.approx(3 * 7 / 8 * weights)
-    keyed = model._replace(loss=lambda params, batch, key: model.loss(params, batch))
-    assert_as_on_one_device(step, keyed, optimizer=OPTIMIZER, num_updates=2)
+    return step, model
 
 
 @pytest.mark.usefixtures("hops_ahead")
@@ -90,9 +107,7 @@ def test_slices_of_parts_give_the_same(num_devices: int, hops: Any, request: pyt
         request.getfixturevalue("hops_ahead")
     model, mesh = by_heads(8), jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
     batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.batch(0))
-    step = bx.parallelize(
-        model.loss, OPTIMIZER, mesh, {"data": STRATEGIES["one axis"]["data"]}, init=model.init, batch=batch
-    )
+    step = bx.parallelize(model.loss, SGD, mesh, {"data": STRATEGIES["one axis"]["data"]}, init=model.init, batch=batch)
     # 25 words on 2 devices make 4 slices of 7, and 7 words on 8 devices 3 slices of 3; the last two overlap.
     found = step.lower().gradients.compile()
     sent = total_sent(collectives_of(found.as_text() or ""))["collective-permute"]
@@ -100,7 +115,7 @@ def test_slices_of_parts_give_the_same(num_devices: int, hops: Any, request: pyt
     weights = sum(one.num_bytes for one in step.plan.variables) + 4 * 16 * (words - VOCABULARY)
     assert sent == pytest.approx(3 * (num_devices - 1) / num_devices * weights)
     keyed = model._replace(loss=lambda params, batch, key: model.loss(params, batch))
-    assert_as_on_one_device(step, keyed, optimizer=OPTIMIZER, num_updates=3)
+    assert_as_on_one_device(step, keyed, optimizer=SGD, num_updates=3)
 
 
 @pytest.mark.parametrize("counts", [(2, 8), pytest.param((2, 4, 8), marks=SLOW)])

@@ -164,12 +164,17 @@ def test_its_layers_train_as_on_one_device(name: str) -> None:
 
     state = step.init(jax.random.key(0))
     params = on_one_device(step.to_dense(state).params)
-    kept, gradient = OPTIMIZER.init(params), jax.jit(jax.value_and_grad(loss))
+    kept, gradient = jax.jit(OPTIMIZER.init)(params), jax.jit(jax.value_and_grad(loss))
+
+    @jax.jit
+    def moved(params: Any, gradients: Any, kept: Any) -> Any:
+        updates, kept = OPTIMIZER.update(gradients, kept)
+        return optax.apply_updates(params, updates), kept
+
     for seed in range(3):
         state, metrics = step.update(state, case.batch(seed))
         value, gradients = gradient(params, case.batch(seed))
-        updates, kept = OPTIMIZER.update(gradients, kept)
-        params = optax.apply_updates(params, updates)
+        params, kept = moved(params, gradients, kept)
         np.testing.assert_allclose(metrics["loss"], value, rtol=2e-5)
         expected = gradient(params, case.batch(9))[0]
         np.testing.assert_allclose(step.evaluate(state, case.batch(9))["loss"], expected, rtol=2e-5)

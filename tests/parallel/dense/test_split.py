@@ -141,6 +141,10 @@ def test_an_override_of_one_weight_is_right() -> None:
     assert_as_on_one_device(step, model, num_updates=2)
 
 
+def _ids(seed: int, samples: int, length: int, words: int) -> Any:
+    return {"ids": np.random.default_rng(seed).integers(0, words, (samples, length)).astype(np.int32)}
+
+
 def _gpt(*, vocabulary: bool = True, remat: bool = False) -> Model:
     """Attention with a weight each for queries, keys and values."""
     shapes = {
@@ -170,7 +174,7 @@ def _gpt(*, vocabulary: bool = True, remat: bool = False) -> Model:
         return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["ids"][:, 1:]).mean()
 
     def batch(seed: int) -> Any:
-        return {"ids": jax.random.randint(jax.random.key(seed), (BATCH, LENGTH), 0, VOCABULARY)}
+        return _ids(seed, BATCH, LENGTH, VOCABULARY)
 
     return Model(loss, init, batch)
 
@@ -259,7 +263,7 @@ def test_logits_stay_split() -> None:
         return {name: jax.random.normal(key, shape) / 4 for name, shape in shapes.items()}
 
     def tokens(seed: int) -> Any:
-        return {"ids": jax.random.randint(jax.random.key(seed), (batch, 16), 0, 1024)}
+        return _ids(seed, batch, 16, 1024)
 
     model = Model(_entropies, init, tokens)
     step = _on_four(model, {"data": bx.DataParallel(), "model": TENSOR}, rate=1.0)
@@ -319,7 +323,7 @@ def test_where_products_stand_otherwise(activations: Any) -> None:
         keys = jax.random.split(key, len(shapes))
         return {name: jax.random.normal(one, shapes[name]) / 4 for name, one in zip(shapes, keys, strict=True)}
 
-    model = Model(_otherwise, init, lambda seed: jax.random.normal(jax.random.key(seed), (8, 4, 8)))
+    model = Model(_otherwise, init, lambda seed: np.random.default_rng(seed).normal(size=(8, 4, 8)).astype(np.float32))
     step = _on_four(model, {"data": ALL, "model": bx.TensorParallel(min_bytes=0, activations=activations)}, rate=1.0)
     assert {name: one.split(",")[1] for name, one in placed(step).items() if name != "in"} == {
         "up": " dim 1", "gate": " dim 1", "down": " dim 0", "first": " dim 0", "second": " dim 0",

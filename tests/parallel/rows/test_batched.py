@@ -37,7 +37,7 @@ def late_rows(table: rows.TableUpdate, seed: int, num_rows: int) -> LateRows:
     return LateRows(values, {**kept, "last": jnp.asarray(last)}, rows.Now(jnp.int32(clock), scalars, (), grown))
 
 
-@pytest.mark.parametrize("kind", ["adam", "adamw by a schedule", "momentum"])
+@pytest.mark.parametrize("kind", ["adam", pytest.param("adamw by a schedule", marks=pytest.mark.slow), "momentum"])
 def test_together_rows_are_what_they_are_alone(kind: str) -> None:
     optimizer = {
         "adam": optax.adam(1e-2),

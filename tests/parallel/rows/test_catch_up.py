@@ -23,6 +23,7 @@ LATE = optax.piecewise_constant_schedule(0.0, {2: 1.0})
 OTHERS = (
     "momentum", "no momentum", "momentum, decay", "momentum, scheduled decay", "adam", "adam, large eps",
     "adam without b1", "adamw", "adamw, linear", "adamw, piecewise", "adamw, strong", "rmsprop", "amsgrad",
+    "adamw, warm-up and cosine",  # test_hybrid_optimizers.py misses hundreds of steps of it
 )  # fmt: skip
 
 

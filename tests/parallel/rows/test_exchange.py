@@ -82,7 +82,7 @@ def test_rows_and_gradients_travel_exactly(number: int, data: st.DataObject) -> 
     np.testing.assert_allclose(squares, total, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("number", "num_rounds"), [(0, 3), (1, 12)])
+@pytest.mark.parametrize(("number", "num_rounds"), [(0, 3), pytest.param(1, 12, marks=pytest.mark.slow)])
 def test_rounds_are_as_many_as_the_fullest_pair_needs(number: int, num_rounds: int) -> None:
     """All want rows of the first owner alone: 5 rows at 2 slots; and 12 of 13 rows one by one, as none may overtake."""
     case = SHAPES[number]

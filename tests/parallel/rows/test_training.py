@@ -38,13 +38,8 @@ CASES: dict[str, tuple[tuple[str, ...], Case]] = {
 }
 
 
-# The other meshes are those of test_hybrid.py, in a whole step; the other optimizers those of test_catch_up.py.
-QUICK = ("overflow of three",)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.slow  # test_hybrid.py has ten updates of a step, test_exchange.py overflow, test_catch_up.py optimizers
+@pytest.mark.parametrize("name", CASES)
 def test_updates_equal_one_device(name: str) -> None:
     """A table for each optimizer, all of them in one exchange."""
     names, case = CASES[name]

@@ -33,6 +33,7 @@ WIDE = [((1500,), np.dtype(np.float32))]
 OPTIMIZERS = {
     "sgd": row_optimizer(optax.sgd(0.5)),
     "adagrad": row_optimizer(optax.adagrad(0.5)),
+    "momentum": row_optimizer(optax.sgd(0.1, 0.9)),
     "adam": row_optimizer(optax.adam(0.1)),
     "row_adagrad": row_adagrad(0.1),
 }
@@ -60,7 +61,15 @@ def made_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
-@pytest.mark.parametrize(("forms", "num_rows"), [(FORMS, 4000), (WIDE, 700), (FORMS, 30), (FORMS, 0)])
+@pytest.mark.parametrize(
+    ("made_by", "forms", "num_rows"),
+    [
+        pytest.param(name, forms, num_rows, marks=pytest.mark.slow if name == "NumPy" and forms is WIDE else ())
+        for name in ("C", "NumPy")
+        for forms, num_rows in ((FORMS, 4000), (WIDE, 700), (FORMS, 30), (FORMS, 0))
+    ],
+    indirect=["made_by"],
+)
 @pytest.mark.usefixtures("made_by")
 def test_rows_are_those_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forms: Any, num_rows: int) -> None:
     """Put by their ids, and in their order, with steps, where a block is in memory and where it is not."""
@@ -143,7 +152,7 @@ def big_form(optimizer: Any, num_rows: int) -> TableForm:
     return table_form("table", jax.ShapeDtypeStruct((num_rows, 64), np.float32), born, rules_of_own(optimizer))
 
 
-@pytest.mark.parametrize("optimizer", by_day(OPTIMIZERS, "adam", "row_adagrad"))
+@pytest.mark.parametrize("optimizer", by_day(OPTIMIZERS, "momentum", "row_adagrad"))
 def test_a_shard_with_little_memory_is_that_of_memory(tmp_path: Path, optimizer: str) -> None:
     """To the bit: what is pulled, what was moved, what lies there, and rows that are put."""
     form, random = big_form(OPTIMIZERS[optimizer], 3000), np.random.default_rng(0)

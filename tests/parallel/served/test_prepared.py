@@ -42,7 +42,7 @@ def trained(step: Any, batches: list[Any], *, ahead: int) -> tuple[list[float], 
 @pytest.mark.parametrize(
     ("optimizer", "num_steps"),
     [
-        pytest.param(optax.adagrad(0.1), 20, id="adagrad"),
+        pytest.param(optax.adagrad(0.1), 20, id="adagrad", marks=pytest.mark.slow),  # test_growing.py is ahead, too
         pytest.param(optax.adagrad(0.1), 1000, id="adagrad, 1000 steps", marks=pytest.mark.slow),
         pytest.param(optax.adam(1e-2), 30, id="adam", marks=pytest.mark.slow),
     ],

@@ -24,7 +24,14 @@ from braidax.parallel.served.wire import packed
 from tests.support.parallel.models import assert_close, copied
 from tests.support.parallel.served.losing import assert_equal, own_pid
 from tests.support.parallel.served.models import ROWS, WIDTH, zipf_batches
-from tests.support.parallel.served.resizing import CASES, OPTIMIZERS, make_step, trained, trained_while_one_is_killed
+from tests.support.parallel.served.resizing import (
+    CASES,
+    OPTIMIZERS,
+    make_step,
+    trained,
+    trained_while_one_is_killed,
+    undisturbed,
+)
 
 SLOW = pytest.mark.slow
 SIZES = {3: 4, 7: 3}  # servers from a step on
@@ -37,9 +44,7 @@ def gang(gangs: dict[int, LocalGang]) -> LocalGang:
 
 @pytest.fixture(scope="module")
 def expected(gang: LocalGang) -> Any:
-    """What training by Adagrad comes to, on any number of servers."""
-    with make_step(gang, OPTIMIZERS["adagrad"]) as step:
-        return trained(step)
+    return undisturbed(gang)
 
 
 FAST = ("two copies",)  # test_resizing_ahead.py has rows that lag behind

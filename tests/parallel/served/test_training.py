@@ -60,7 +60,8 @@ def assert_as_on_one_device(
 
 
 @pytest.mark.parametrize(
-    "optimizer", [name if name == "adam" else pytest.param(name, marks=SLOW) for name in OPTIMIZERS]
+    "optimizer",
+    [pytest.param(name, marks=SLOW) for name in OPTIMIZERS],  # below Adam, by another transport
 )
 def test_every_optimizer(gang: LocalGang, optimizer: str) -> None:
     with make_step(pooled, OPTIMIZERS[optimizer], gang) as step:
@@ -101,6 +102,7 @@ def test_any_number_of_servers(gangs: dict[int, LocalGang], num_servers: int) ->
         assert_as_on_one_device(step, pooled, OPTIMIZERS["adagrad"], num_updates=3)
 
 
+@SLOW  # test_growing.py clips by the norm over rows of several devices, too
 def test_sums_over_rows_are_those_of_all_servers(gang: LocalGang) -> None:
     """Several devices have the same rows: the norm is that of their sum."""
     with make_step(pooled, CLIPPED, gang, metrics=("grad_norm",)) as step:
@@ -119,6 +121,7 @@ def test_sums_over_rows_are_those_of_all_servers(gang: LocalGang) -> None:
             np.testing.assert_allclose(told["grad_norm"], expected["grad_norm"], rtol=1e-5)
 
 
+@SLOW  # workers/test_saved.py reads variables behind each update
 def test_a_table_is_read_and_stays_as_it_is(gang: LocalGang) -> None:
     """Rows that lag are brought up in what is told alone."""
     with resizing.make_step(gang, OPTIMIZERS["adam"], spares=0) as step:

@@ -210,7 +210,7 @@ def gang(gangs: dict[int, LocalGang]) -> LocalGang:
     return gangs[2]
 
 
-@pytest.mark.parametrize("num_servers", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("num_servers", [*(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2)), 3])
 def test_rows_move_by_what_arrives_to_the_bit(gangs: dict[int, LocalGang], num_servers: int) -> None:
     for wire in WIRES:
         with make_step(gangs[num_servers], wire, copies=min(2, num_servers)) as step:
@@ -229,9 +229,8 @@ def test_rows_move_by_what_arrives_to_the_bit(gangs: dict[int, LocalGang], num_s
 @pytest.mark.parametrize(
     ("wire", "staleness"),
     [
-        ("bfloat16", None),
         ("int8", 0),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("bfloat16", 0), ("int8", None))),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("bfloat16", None), ("bfloat16", 0), ("int8", None))),
     ],
 )
 def test_each_worker_keeps_what_its_own_gradients_lose(gang: LocalGang, wire: Any, staleness: int | None) -> None:
@@ -346,7 +345,9 @@ def test_training_converges_all_the_same(gang: LocalGang, wire: Any) -> None:
     assert 0 < np.abs(found[0]["table"] - params["table"]).max() < 0.05
 
 
-@pytest.mark.parametrize(("wire", "share"), [("bfloat16", 0.5), ("int8", 0.25 + 4 / (4 * DIM))])
+@pytest.mark.parametrize(
+    ("wire", "share"), [pytest.param("bfloat16", 0.5, marks=pytest.mark.slow), ("int8", 0.25 + 4 / (4 * DIM))]
+)
 def test_a_step_sends_so_many_bytes(gang: LocalGang, wire: Any, share: float) -> None:
     """Of rows, in requests and answers of training; ids and what else is told stay."""
     seen: dict[Any, int] = {}

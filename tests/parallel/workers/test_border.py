@@ -92,7 +92,7 @@ def test_training_is_as_on_one_device(gang: LocalGang, workers: int, microbatche
     np.testing.assert_allclose(np.mean([one for one, *_ in found], axis=0), losses, rtol=1e-6)
     for _, moved, _ in found:
         assert_close(moved, params, exactly=workers == microbatches == 1)
-    evaluated = half(params, own_part(data[0], 0, workers))
+    evaluated = jax.jit(half)(params, own_part(data[0], 0, workers))
     np.testing.assert_allclose(found[0][2], evaluated, rtol=1e-2)
 
 

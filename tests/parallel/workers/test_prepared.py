@@ -63,7 +63,7 @@ def run(step: Any, data: list[Any], ahead: int, pulled: list[Any]) -> tuple[list
 @pytest.mark.parametrize(
     ("workers", "optimizer", "fn", "each_ahead"),
     [
-        (2, "adam", sampled, (3,)),
+        pytest.param(2, "adam", sampled, (3,), marks=pytest.mark.slow),  # below one of two is ahead by all
         pytest.param(1, "clipped", sampled, (1,), marks=pytest.mark.slow),
         pytest.param(2, "adagrad", loss, (1, 3), marks=pytest.mark.slow),
         pytest.param(2, "adam", sampled, (1,), marks=pytest.mark.slow),

@@ -92,8 +92,9 @@ def test_no_push_of_asynchronous_workers_is_lost_or_taken_twice(gang: LocalGang)
     found = team(gang, 3, resized(3, "sgd", straight, staleness=None))
     assert [num_updates for *_, num_updates in found] == [3 * NUM_STEPS] * 3
     _, expected = on_one_device("sgd", batches(NUM_STEPS), microbatches=3, fn=straight)
+    gradients_of = jax.jit(jax.grad(straight))
     for batch in batches(NUM_STEPS):  # where the mean of three is one update, two more are missing
-        gradients = jax.grad(straight)(expected, batch)
+        gradients = gradients_of(expected, batch)
         expected = jax.tree.map(lambda value, gradient: value - 2 * 0.1 * gradient, expected, gradients)
     for _, params, _ in found:
         assert_close(params, expected)

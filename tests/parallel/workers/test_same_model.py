@@ -48,9 +48,12 @@ NIGHTLY = ("weight decay", "other first values", "copies")  # beside another opt
 @pytest.mark.parametrize(
     ("case", "workers"),
     [
-        ("a larger table", 3),
-        *(pytest.param(case, 2, marks=pytest.mark.slow if case in NIGHTLY else ()) for case in [*OTHERS][1:]),
-        *(pytest.param(case, 3, marks=pytest.mark.slow) for case in [*OTHERS][1:]),
+        ("another staleness", 3),
+        *(
+            pytest.param(case, 2, marks=pytest.mark.slow if case in (*NIGHTLY, "another staleness") else ())
+            for case in OTHERS
+        ),
+        *(pytest.param(case, 3, marks=pytest.mark.slow) for case in OTHERS if case != "another staleness"),
     ],
 )
 def test_a_worker_with_another_model_is_named(

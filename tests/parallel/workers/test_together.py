@@ -49,8 +49,8 @@ def trained(workers: int, optimizer: str, data: list[Any], fn: Any = loss, **mor
     ("workers", "optimizer"),
     [
         (1, "sgd"),
-        (2, "scheduled"),
-        pytest.param(4, "adam", marks=pytest.mark.slow),  # below three workers
+        pytest.param(2, "scheduled", marks=pytest.mark.slow),  # below two with microbatches
+        pytest.param(4, "adam", marks=pytest.mark.slow),  # three are in test_resizing.py
         *(pytest.param(2, one, marks=pytest.mark.slow) for one in ("sgd", "adam", "adagrad")),
     ],
 )
@@ -59,7 +59,7 @@ def test_workers_equal_one_device(gang: LocalGang, workers: int, optimizer: str)
 
 
 @pytest.mark.parametrize(
-    ("servers", "workers"), [*(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 1), (1, 3), (3, 1))), (3, 3)]
+    ("servers", "workers"), [(3, 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 1), (1, 3), (3, 3)))]
 )
 def test_on_any_number_of_servers(gangs: dict[int, LocalGang], servers: int, workers: int) -> None:
     check_equal(gangs[servers], workers, "adam")

@@ -37,7 +37,8 @@ def numbers(case: str) -> list[float]:
         state, metrics = step.update(state, batch, coming=coming if jax.process_count() > 1 else None)
         found.append(float(metrics["loss"]))
     found.append(float(step.evaluate(state, make_batch(3))["loss"]))
-    return found + [float(jnp.abs(leaf).sum()) for leaf in jax.tree.leaves(step.settled(state).params)]
+    sums = jax.jit(lambda params: [jnp.abs(leaf).sum() for leaf in jax.tree.leaves(params)])
+    return found + [float(one) for one in sums(step.settled(state).params)]
 
 
 if __name__ == "__main__":

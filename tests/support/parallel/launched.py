@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
 
 import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
 from braidax.errors import ArgumentError
 from braidax.parallel.given.arrays import place
 from tests.support.gang.clusters import until
+from tests.support.gang.programs import is_gone
 from tests.support.parallel.workers.teams import BATCH, batches, make_step, own_part
 
 NUM_STEPS, SAVED, DEADLY = 8, 4, 6
@@ -27,11 +29,15 @@ KILLED = {2: 1, 7: 0}  # servers, by step
 
 def pid_of_server(number: int) -> int:
     """Returns the process of a server of this job."""
-    for environ in Path("/proc").glob("[0-9]*/environ"):
+    told_by = {int(environ.parent.name): environ for environ in Path("/proc").glob("[0-9]*/environ")}
+    if folder := os.environ.get("BRAIDAX_TESTED_FORKS"):
+        told_by |= {int(note.stem): note for note in Path(folder).glob("*.environ")}
+    for pid, environ in told_by.items():
         with contextlib.suppress(OSError):
             told = environ.read_text().split("\0")
-            if f"BRAIDAX_SERVER={number}" in told and f"BRAIDAX_JOB={os.environ['BRAIDAX_JOB']}" in told:
-                return int(environ.parent.name)
+            is_it = f"BRAIDAX_SERVER={number}" in told and f"BRAIDAX_JOB={os.environ['BRAIDAX_JOB']}" in told
+            if is_it and not is_gone(pid):
+                return pid
     raise LookupError(f"server {number} is not there")
 
 
@@ -122,7 +128,9 @@ def stopped() -> None:
     with make_step(None) as step:
         step.init(jax.random.key(0))
         try:
-            tell(pids=[os.getpid(), pid_of_server(0)])
+            with pytest.raises(ArgumentError) as refused:
+                make_step(None)
+            tell(pids=[os.getpid(), pid_of_server(0)], refused=str(refused.value))
             sys.stdout.flush()
             while True:
                 signal.pause()

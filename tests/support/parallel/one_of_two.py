@@ -35,7 +35,7 @@ def losses() -> list[float]:
         (loss, _), gradients = bx.value_and_grad(masked_loss, has_aux=True)(params, batch, jax.random.key(0))
         return jax.tree.map(lambda leaf, gradient: leaf - 0.1 * gradient, params, gradients), loss
 
-    params: Any = init(jax.random.key(0))
+    params: Any = jax.jit(init)(jax.random.key(0))
     for seed in range(2):
         params, loss = train_step(params, make_batch(seed))
         found.append(float(loss))

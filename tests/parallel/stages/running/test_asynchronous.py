@@ -131,7 +131,7 @@ def _masked(masks: Any, params: Any) -> Any:
         pytest.param("PipeDream", 3, optax.sgd(0.1), marks=pytest.mark.slow),
         pytest.param("PipeDream", 4, ADAMW, marks=pytest.mark.slow),
         pytest.param("PipeDream, vertical sync", 2, ADAMW, marks=pytest.mark.slow),
-        ("PipeDream, vertical sync", 3, optax.sgd(0.1)),
+        pytest.param("PipeDream, vertical sync", 3, optax.sgd(0.1), marks=pytest.mark.slow),  # below it is run
         pytest.param("PipeDream, vertical sync", 4, optax.sgd(0.1), marks=pytest.mark.slow),
         pytest.param("2BW", 2, optax.sgd(0.1, momentum=0.9), marks=pytest.mark.slow),
         pytest.param("2BW", 4, ADAMW, marks=pytest.mark.slow),

@@ -61,12 +61,17 @@ STEPS = {
 
 
 @pytest.mark.parametrize(
-    "trained",
-    [("none", "1F1B", "none"), pytest.param(("none", *STEPS, "1F1B", "none"), marks=pytest.mark.slow)],
+    ("made", "trained"),
+    [
+        (("none", "1F1B", "sharded"), ("none", "1F1B", "none")),
+        pytest.param((*STEPS,), ("none", *STEPS, "1F1B", "none"), marks=pytest.mark.slow),
+    ],
     ids=["some", "all"],
 )
-def test_a_run_goes_on_in_any_cut_or_none_bit_for_bit(tmp_path: Path, trained: tuple[str, ...]) -> None:
-    steps = {name: make() for name, make in STEPS.items()}
+def test_a_run_goes_on_in_any_cut_or_none_bit_for_bit(
+    tmp_path: Path, made: tuple[str, ...], trained: tuple[str, ...]
+) -> None:
+    steps = {name: STEPS[name]() for name in made}
     none = steps["none"]
     state, expected = none.init(jax.random.key(3)), none.init(jax.random.key(3))
     for number, name in enumerate(trained):

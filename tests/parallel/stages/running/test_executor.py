@@ -56,7 +56,7 @@ def of_layout(name: str, devices: int, count: int) -> list[Schedule]:
     ("layout", "devices", "count"),
     [
         ("1F1B", 2, 4),
-        ("Interleaved1F1B", 2, 4),
+        pytest.param("Interleaved1F1B", 2, 4, marks=pytest.mark.slow),  # a V has two stages a device, too
         ("ZB-V", 2, 4),
         pytest.param("1F1B", 4, 8, marks=pytest.mark.slow),
         pytest.param("Interleaved1F1B", 4, 8, marks=pytest.mark.slow),

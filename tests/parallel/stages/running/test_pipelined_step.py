@@ -43,6 +43,7 @@ def test_what_does_not_depend_on_the_key_is_born_with_its_stage() -> None:
     assert [leaf.device.id for leaf in jax.tree.leaves(state.params)] == [0, 1]
 
 
+@pytest.mark.slow  # test_replicas.py has it with several devices for a stage
 def test_updates_with_clipping_by_the_global_norm() -> None:
     case = mlp(2)
     step = of_two_stages()
@@ -68,7 +69,7 @@ def test_stages_beside_data_parallelism() -> None:
 @pytest.mark.parametrize(
     ("case", "schedule", "leaf"),
     [
-        (looped(), "1F1B", "w"),
+        pytest.param(looped(), "1F1B", "w", marks=pytest.mark.slow),  # below the optimizer has masks
         pytest.param(small_gpt(4), "1F1B", "qkv", marks=pytest.mark.slow),
         pytest.param(small_gpt(4), "ZB-V", "qkv", marks=pytest.mark.slow),
     ],
@@ -78,10 +79,15 @@ def test_layers_of_a_loop_are_divided_among_stages(case: Case, schedule: str, le
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))
     step = make(case, {"pipe": bx.Pipeline(schedule, clock="counted")}, optimizer=optimizer)
     state = same_updates(case, step, optimizer=optimizer)
+    assert_divided(step, state, state.opt_state[1][0].trace, leaf)
+
+
+def assert_divided(step: Any, state: Any, moments: Any, leaf: str) -> None:
+    """Checks that each stage has its layers of a weight, and what the optimizer keeps of them."""
     pieces = state.params["layers"][leaf]
     assert sum(piece.shape[0] for piece in pieces) == 4
     assert len(pieces) == step.schedule.num_stages
-    assert len(state.opt_state[1][0].trace["layers"][leaf]) == len(pieces)
+    assert len(moments["layers"][leaf]) == len(pieces)
     whole = np.concatenate([np.array(piece) for piece in pieces])
     np.testing.assert_array_equal(whole, step.whole_params(state)["layers"][leaf])
 
@@ -131,10 +137,12 @@ def test_an_optimizer_with_norms_or_factors_of_each_variable(optimizer: Any) -> 
     same_updates(case, make(case, {"pipe": bx.Pipeline(clock="counted")}, optimizer=optimizer), optimizer=optimizer)
 
 
-def test_masks_of_an_optimizer_are_by_name() -> None:
+def test_layers_of_a_loop_are_divided_and_masks_of_an_optimizer_are_by_name() -> None:
     mask = {"layers": {"w": True, "b": False}, "head": False}
     case, optimizer = looped(), optax.adamw(1e-2, weight_decay=0.5, mask=mask)
-    same_updates(case, make(case, PIPE, optimizer=optimizer), optimizer=optimizer)
+    step = make(case, PIPE, optimizer=optimizer)
+    state = same_updates(case, step, optimizer=optimizer)
+    assert_divided(step, state, state.opt_state[0].mu, "w")
 
 
 def test_a_schedule_and_cuts_of_ones_own() -> None:
@@ -181,15 +189,15 @@ def test_nothing_is_compiled_again_and_the_old_state_gives_its_memory() -> None:
         step.update(first, case.batch)
 
 
-def test_all_programs_of_stages_get_the_options_of_the_compiler() -> None:
-    case = looped(2)
-    step = make(case, PIPE, optimizer=optax.sgd(0.1), compiler_options={"tpu": {"no_such_option": 1}})
+@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_all_programs_of_stages_get_the_options_of_the_compiler(shape: tuple[int, ...]) -> None:
+    case, strategies = looped(2), PIPE | ({"data": bx.DataParallel()} if len(shape) > 1 else {})
+    step = make(case, strategies, shape, optimizer=optax.sgd(0.1), compiler_options={"tpu": {"no_such_option": 1}})
     assert np.isfinite(step.evaluate(step.init(jax.random.key(0)), case.batch)["loss"])
-    for shape, strategies in (((2,), PIPE), ((2, 2), PIPE | {"data": bx.DataParallel()})):
-        step = make(case, strategies, shape, optimizer=optax.sgd(0.1), compiler_options={"cpu": {"no_such_option": 1}})
-        for run, args in ((step.init, [jax.random.key(0)]), (step._work.run.stage_programs[1].zeros, [])):
-            with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'no_such_option'"):
-                run(*args)
+    step = make(case, strategies, shape, optimizer=optax.sgd(0.1), compiler_options={"cpu": {"no_such_option": 1}})
+    for run, args in ((step.init, [jax.random.key(0)]), (step._work.run.stage_programs[1].zeros, [])):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'no_such_option'"):
+            run(*args)
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {

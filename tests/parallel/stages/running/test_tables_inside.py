@@ -24,7 +24,7 @@ from tests.support.parallel.stages.running.steps import make, same_updates
 from tests.support.program.cutting.models import draw
 
 TABLES = {"params/words": bx.Rows(), "params/tags": bx.Rows()}
-CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))  # compiles to less than Adam
 WORDS = 512
 
 

@@ -1,6 +1,7 @@
 """Runs in which the number of servers changes."""
 
 import contextlib
+import functools
 import os
 import random
 import signal
@@ -58,6 +59,13 @@ def trained(step: Any, before: Callable[[int], object] = lambda number: None, *,
     step.finish()
     part = step._servers.whole.read("table", 0, ROWS)
     return losses, (copied(state.params), part.values, part.kept, part.shared)
+
+
+@functools.lru_cache(maxsize=1)
+def undisturbed(gang: LocalGang) -> Any:
+    """What training by Adagrad comes to, on any number of servers: once for all tests that compare with it."""
+    with make_step(gang, OPTIMIZERS["adagrad"]) as step:
+        return trained(step)
 
 
 def trained_while_one_is_killed(

@@ -40,7 +40,8 @@ def expected(fn: Callable[..., Any], step: Any, state: Any, batch: Any) -> Any:
     key = jax.random.fold_in(key, int(state.step))
     given = {"variables": jax.device_get(state.variables), "key": key, "train": False}
     asked = inspect.signature(fn).parameters
-    return fn(step.whole_params(state), batch, **{name: given[name] for name in given if name in asked})
+    run = functools.partial(fn, **{name: given[name] for name in given if name in asked})
+    return jax.jit(run)(step.whole_params(state), batch)
 
 
 def same_metrics(case: Case, step: Any, state: Any) -> None:
