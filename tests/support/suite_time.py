@@ -15,11 +15,11 @@ BUDGET_SECONDS: dict[str, int] = {
     "gang": 52,
     "harness": 11,
     "laws": 28,
-    "parallel": 288,
-    "program": 32,
+    "parallel": 225,
+    "program": 26,
     "tasks": 27,
     "torch": 8,
-    "tune": 19,
+    "tune": 14,
     "tests": 26,
 }
 """Of all tests of a folder, one after the other, in the shares that the last whole run had; `tests` are the files that
