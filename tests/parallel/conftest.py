@@ -66,4 +66,4 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gangs = [*_GANGS.values()]
         _GANGS.clear()
         with ThreadPoolExecutor(max(1, len(gangs))) as threads:  # each waits for its ranks to leave
-            [*threads.map(LocalGang.stop, gangs)]
+            _ = [*threads.map(LocalGang.stop, gangs)]
