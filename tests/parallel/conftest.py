@@ -28,7 +28,12 @@ _GANGS = _Gangs()
 def ranks_are_forks() -> Iterator[None]:
     """Lets gangs begin with what their ranks import."""
     with pytest.MonkeyPatch.context() as patch:
-        fork_children(patch, "tests.support.parallel.workers.teams", "braidax.parallel.served.on_servers.server")
+        fork_children(
+            patch,
+            "tests.support.parallel.workers.teams",
+            "braidax.parallel.served.on_servers.server",
+            modules=("braidax.gang.runner", "braidax.parallel.served.on_servers"),
+        )
         yield
 
 

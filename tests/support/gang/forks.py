@@ -1,6 +1,6 @@
-"""Ranks of a `LocalGang` and of `launch_here`, and workers of sources, that are forks of a process which has imported
-what they need: that takes longer than most of what tests ask of them. Those of a gang share in what is compiled, too.
-`tests/gang` has ranks as users have them, and most of `tests/data` such workers.
+"""Ranks of a `LocalGang`, workers of sources, and programs of tests, that are forks of a process which has imported
+what they need: that takes longer than most of what tests ask of them. But for programs they share in what is compiled,
+too. `tests/gang` has ranks as users have them, and most of `tests/data` such workers.
 
 An order is a line of JSON, what `subprocess.Popen` would be given, with the descriptors of the fork; the answer is
 the number of its process, which is a child of who gave the order, as any rank is.
@@ -36,19 +36,20 @@ _LOST = "sys.path[:] = []"  # who has no paths is to find nothing
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 # Variables that a process reads as it begins, and tests set; others are set by Ray, Dask and OpenCV for their children.
 _READ_EARLY = ("PYTHONDEVMODE", "PYTHONHOME", "PYTHONOPTIMIZE", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONWARNINGS")
+_AS_MODULE = "import runpy; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
+_COMPILES = "import jax; jax.config.update('jax_enable_compilation_cache', False)\n"
 _FORKED = ("from braidax.gang.child import main", "from braidax.data.workers.processes.child import main")  # their code
-_LAUNCHED = {  # modules that are run, and which has their `main`
-    "braidax.gang.runner": "braidax.gang.runner",
-    "braidax.parallel.served.on_servers": "braidax.parallel.served.on_servers.__main__",
-}
 _NOTES = "BRAIDAX_TESTED_FORKS"
 """The variable with a folder where a fork notes its environment, which for others to see is that of who forked it."""
 
 
-def fork_children(patch: pytest.MonkeyPatch, *imported: str) -> None:
+def fork_children(
+    patch: pytest.MonkeyPatch, *imported: str, codes: Sequence[str] = (), modules: Sequence[str] = ()
+) -> None:
     """Lets gangs and sources that this process starts from now on have forks, for as long as the patch is there.
 
-    **Arguments:** `imported`: modules that the forks have.
+    **Arguments:** `imported`: modules that the forks have. `codes`, `modules`: programs that are to be forks as well:
+    what those begin with that Python is given by `-c`, and the names of those that it is given by `-m`.
     """
     if sys.platform != "linux" or os.environ.get("BRAIDAX_TESTS_COMPILE") == "fully":
         return  # elsewhere nobody can adopt a grandchild, and by `make nightly` all begin anew
@@ -57,12 +58,15 @@ def fork_children(patch: pytest.MonkeyPatch, *imported: str) -> None:
     def execute_child(popen: Any, args: Any, *more: Any) -> None:
         _, _, _, pass_fds, folder, environment, _, _, _, *pipes = more[:15]
         environment = os.environ if environment is None else environment
-        if not _can_be(args, environment):
+        words = [os.fsdecode(one) for one in args] if isinstance(args, list | tuple) else []
+        if not (_can_be(words, environment) and (_is_ours(words) or _is_one_of(words, codes, modules))):
             start(popen, args, *more)
             return
         given = [standard if pipe == -1 else pipe for standard, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
         group = 0 if more[-1] == 0 else os.getpgrp()
-        popen.pid = _nursery(imported).fork(args, environment, folder, group, [*given, *pass_fds], [0, 1, 2, *pass_fds])
+        folder = str(Path.cwd()) if folder is None else os.fsdecode(folder)
+        descriptors = [*given, *pass_fds]
+        popen.pid = _nursery(imported).fork(words, environment, folder, group, descriptors, [0, 1, 2, *pass_fds])
         popen._child_created = True
         popen._close_pipe_fds(*pipes)
 
@@ -74,13 +78,26 @@ def _can_be(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
     differs = any(_ENVIRONMENT.get(name) != environment.get(name) for name in _READ_EARLY)
     if differs or any(name.startswith("JAX_") for name in _ENVIRONMENT.keys() - environment.keys()):
         return False
-    is_known = any(words in one for one in arguments for words in _FORKED) or _launched(arguments) is not None
-    return is_known and not any(_LOST in one for one in arguments)
+    return not any(_LOST in one for one in arguments)
 
 
-def _launched(arguments: Sequence[str]) -> str | None:
-    """Returns which module has the `main` of what is to be started, if it is a module that may be forked."""
-    return _LAUNCHED.get(arguments[3]) if list(arguments[1:3]) == ["-P", "-m"] else None
+def _is_ours(arguments: Sequence[str]) -> bool:
+    """Says whether it is a rank or a worker."""
+    return any(words in one for one in arguments for words in _FORKED)
+
+
+def _is_one_of(arguments: Sequence[str], codes: Sequence[str], modules: Sequence[str]) -> bool:
+    """Says whether it is one of some programs."""
+    if list(arguments[:1]) != [sys.executable]:
+        return False
+    flag, program, *_ = _of_program(arguments)
+    return program in modules if flag == "-m" else program.startswith(tuple(codes))
+
+
+def _of_program(arguments: Sequence[str]) -> Sequence[str]:
+    """Returns what stands from `-c` or `-m` on."""
+    at = next((at for at, word in enumerate(arguments) if word in ("-c", "-m")), None)
+    return ["", ""] if at is None else arguments[at:]
 
 
 @final
@@ -101,7 +118,7 @@ class _Nursery:
         self,
         arguments: Sequence[str],
         environment: Mapping[str, str],
-        folder: str | None,
+        folder: str,
         group: int,
         descriptors: Sequence[int],
         numbers: Sequence[int],
@@ -112,6 +129,7 @@ class _Nursery:
         """
         order = {
             "arguments": _code_and_more(arguments, environment),
+            "warnings": arguments[2] if arguments[1] == "-W" else None,
             "environment": dict(environment),
             "folder": folder,
             "group": group,
@@ -133,12 +151,12 @@ class _Nursery:
 
 def _code_and_more(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Returns the code that is to be run, and its arguments."""
-    module, code = _launched(arguments), ""
-    if module is None:
-        return [*arguments[arguments.index("-c") + 1 :]]
-    if "JAX_COMPILATION_CACHE_DIR" not in environment:  # processes of one JAX that shared were seen to stand still
-        code = 'import jax\njax.config.update("jax_enable_compilation_cache", False)\n'
-    return [f"{code}from {module} import main\nmain()", *arguments[4:]]
+    flag, program, *given = _of_program(arguments)
+    if flag == "-c":
+        return [program, *given]
+    # Processes of one JAX that shared what is compiled were seen to stand still.
+    code = "" if "JAX_COMPILATION_CACHE_DIR" in environment else _COMPILES
+    return [f"{code}{_AS_MODULE.format(program)}", *given]
 
 
 @functools.cache
@@ -198,6 +216,8 @@ def _become(order: Mapping[str, Any]) -> types.CodeType:
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
+    if order["warnings"] is not None:
+        warnings.simplefilter(order["warnings"])
     for name, value in os.environ.items():
         if name.startswith("JAX_") and before.get(name) != value:
             jax.config.update(name.lower(), _as(jax.config.values[name.lower()], value))
