@@ -70,6 +70,7 @@ def test_values_are_stretched_to_a_full_byte(folder: Path) -> None:
     assert batch["image"].max() == 255
 
 
+@pytest.mark.usefixtures("quickly_compiled")
 def test_an_epoch_teaches_more_than_guessing(folder: Path) -> None:
     task = digits(folder)
     mesh = jax.make_mesh((4, 2), ("data", "model"))

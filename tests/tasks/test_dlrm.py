@@ -61,12 +61,12 @@ def test_the_logit_is_made_of_all_dot_products() -> None:
 def test_the_first_loss_is_that_of_a_guess_and_the_mask_leaves_samples_out(task: Task) -> None:
     params, batch = jax.jit(task.init)(jax.random.key(0)), batch_of(task.train, 64)
     loss = jax.jit(task.loss)
-    blind = {**params, "top": jax.tree.map(jnp.zeros_like, params["top"])}
+    blind = {**params, "top": jax.tree.map(np.zeros_like, params["top"])}
     value, aux = loss(blind, batch)
     assert float(value) == pytest.approx(np.log(2))
     assert float(aux["accuracy"]) == pytest.approx(float((batch["label"] == 0).mean()))
-    few, seen = loss(params, jax.tree.map(lambda leaf: leaf[:48], batch))
-    masked, also = loss(params, {**batch, "mask": jnp.arange(64) < 48})
+    few, seen = loss(params, batch_of(task.train, 48))
+    masked, also = loss(params, {**batch, "mask": np.arange(64) < 48})
     assert float(masked) == pytest.approx(float(few), rel=1e-5)
     assert float(also["accuracy"]) == pytest.approx(float(seen["accuracy"]))
 
@@ -85,8 +85,10 @@ def test_made_up_samples_follow_a_power_law_and_depend_on_their_features() -> No
 
 @pytest.mark.usefixtures("quickly_compiled")
 def test_updates_lower_the_loss_below_what_the_share_of_clicks_tells(task: Task) -> None:
-    everything = batch_of(task.train, 3584)
-    batches = [jax.tree.map(lambda leaf, at=at: leaf[at : at + 256], everything) for at in range(0, 3584, 256)]
+    everything = jax.tree.map(np.asarray, batch_of(task.train, 3584))
+    batches = [
+        jax.tree.map(lambda leaf, at=at: jnp.asarray(leaf[at : at + 256]), everything) for at in range(0, 3584, 256)
+    ]
     losses = losses_of(task, batches * 3)
     clicks = float(everything["label"].mean())
     entropy = -clicks * np.log(clicks) - (1 - clicks) * np.log(1 - clicks)

@@ -70,6 +70,8 @@ def test_digits_are_resized(task: Task) -> None:
     assert (len(task.train), len(task.test)) == (1500, 297)
 
 
+# By day the sizes of all that its parts make, above, and that such a task learns, in test_resnet.py.
+@pytest.mark.slow
 @pytest.mark.usefixtures("quickly_compiled")
 def test_a_few_updates_lower_the_loss(task: Task) -> None:
     # Each block takes seconds to compile: the stem, one of them, both reductions and both heads will do.

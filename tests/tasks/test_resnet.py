@@ -37,10 +37,10 @@ def test_it_has_as_many_parameters_as_published(tmp_path: Path, num_layers: int,
 def test_small_images_go_through_a_small_window(tmp_path: Path) -> None:
     archive = write_cifar100(tmp_path / "cifar-100-python.tar.gz")
     for size, window in ((None, 3), (64, 3), (65, 7)):
-        task = resnet(archive, preset="small", num_layers=18, image_size=size)
+        task = resnet(archive, preset="tiny", num_layers=18, image_size=size)
         assert task.train.sample_spec["image"].shape == (size or 32, size or 32, 3)
         stem = jax.eval_shape(task.init, jax.random.key(0))[0]["_ConvNorm_0"]["Conv_0"]["kernel"]
-        assert stem.shape == (window, window, 3, 16)
+        assert stem.shape == (window, window, 3, 4)
 
 
 def test_images_of_folders_are_cut_at_random_to_train_and_at_the_center_to_test(tmp_path: Path) -> None:

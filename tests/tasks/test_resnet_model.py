@@ -63,7 +63,7 @@ def test_the_strided_stem_quarters_the_image() -> None:
 
 def test_batch_statistics_are_those_of_the_batch() -> None:
     model = WideResNet(3, stage_sizes=(1,), num_filters=2, block="basic", stem="plain")
-    images = jax.random.normal(jax.random.key(1), (16, 8, 8, 1))
+    images = jnp.asarray(np.random.default_rng(1).normal(size=(16, 8, 8, 1)), jnp.float32)
     variables = jax.jit(lambda key: model.init(key, images, train=False))(jax.random.key(0))
     _, updated = jax.jit(lambda variables: model.apply(variables, images, train=True, mutable=["batch_stats"]))(
         variables
@@ -76,14 +76,21 @@ def test_batch_statistics_are_those_of_the_batch() -> None:
     np.testing.assert_allclose(moved, 0.1 * outputs.mean((0, 1, 2)), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures("quickly_compiled")
 def test_groups_normalize_each_image_by_itself() -> None:
     """With as many parameters, and nothing kept besides."""
     sizes: dict[str, Any] = {"stage_sizes": (1, 1), "num_filters": 8, "block": "basic", "stem": "plain"}
-    model, images = WideResNet(5, norm="group", **sizes), jax.random.normal(jax.random.key(1), (4, 8, 8, 1))
+    model = WideResNet(5, norm="group", **sizes)
+    images = jnp.asarray(np.random.default_rng(1).normal(size=(4, 8, 8, 1)), jnp.float32)
     assert num_parameters(model, images.shape) == num_parameters(WideResNet(5, **sizes), images.shape)
-    variables = model.init(jax.random.key(0), images, train=False)
+    variables = jax.jit(lambda key: model.init(key, images, train=False))(jax.random.key(0))
     assert [*variables] == ["params"]
-    together = model.apply(variables, images, train=True)
-    alone = jnp.concatenate([model.apply(variables, image[None], train=True) for image in images])
+
+    @jax.jit
+    def outputs(variables: Any) -> tuple[Any, Any, Any]:
+        alone = jax.lax.map(lambda image: model.apply(variables, image[None], train=True)[0], images)
+        return model.apply(variables, images, train=True), alone, model.apply(variables, images, train=False)
+
+    together, alone, tested = outputs(variables)
     np.testing.assert_allclose(together, alone, atol=1e-5)
-    np.testing.assert_allclose(model.apply(variables, images, train=False), together, atol=1e-6)
+    np.testing.assert_allclose(tested, together, atol=1e-6)

@@ -1,5 +1,6 @@
 """The image task: loss, mask, metrics and schedule, by values."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,34 +28,52 @@ def batch_of(task: Task, num_samples: int) -> dict[str, Any]:
     return jax.tree.map(jnp.asarray, batch)
 
 
-def test_the_first_loss_is_that_of_a_guess() -> None:
+@pytest.fixture(scope="module")
+def drawn() -> tuple[Any, Any]:
+    """Returns first parameters and variables."""
+    with jax.default_prng_impl("unsafe_rbg"):  # as quickly_compiled does
+        return jax.jit(make_task().init)(jax.random.key(0))
+
+
+def loss_of(task: Task) -> Callable[..., Any]:
+    """Returns the loss, compiled, as it is while testing."""
+    return jax.jit(lambda params, batch, variables: task.loss(params, batch, variables, False))
+
+
+def test_the_first_loss_is_that_of_a_guess(drawn: tuple[Any, Any]) -> None:
     task = make_task()
-    params, variables = task.init(jax.random.key(0))
-    params["Dense_0"] = jax.tree.map(jnp.zeros_like, params["Dense_0"])
+    params, variables = drawn
+    params = {**params, "Dense_0": jax.tree.map(np.zeros_like, params["Dense_0"])}
     batch = batch_of(task, 8)
-    loss, aux = task.loss(params, batch, variables, False)
+    loss, aux = loss_of(task)(params, batch, variables)
     assert float(loss) == pytest.approx(np.log(10))
     assert float(aux["accuracy"]) == 1 / 8  # all logits are equal, so the guess is class 0
     jax.tree.map(np.testing.assert_array_equal, aux["variables"], variables)
 
 
-def test_a_mask_leaves_samples_out_of_the_means() -> None:
+def test_a_mask_leaves_samples_out_of_the_means(drawn: tuple[Any, Any]) -> None:
     task = make_task()
-    params, variables = task.init(jax.random.key(0))
-    batch = batch_of(task, 8)
-    few, _ = task.loss(params, jax.tree.map(lambda leaf: leaf[:5], batch), variables, False)
-    masked, aux = task.loss(params, {**batch, "mask": jnp.arange(8) < 5}, variables, False)
+    params, variables = drawn
+    batch, loss = batch_of(task, 8), loss_of(task)
+    few, _ = loss(params, batch_of(task, 5), variables)
+    masked, aux = loss(params, {**batch, "mask": np.arange(8) < 5}, variables)
     assert float(masked) == pytest.approx(float(few), rel=1e-6)
     assert float(aux["accuracy"]) * 5 == pytest.approx(round(float(aux["accuracy"]) * 5))
 
 
-def test_images_are_scaled_on_the_device() -> None:
+def test_images_are_scaled_on_the_device(drawn: tuple[Any, Any]) -> None:
     task = make_task()
-    params, variables = task.init(jax.random.key(0))
+    params, variables = drawn
     batch = batch_of(task, 4)
-    logits: Any = MODEL.apply({"params": params, **variables}, batch["image"] / 127.5 - 1.0, train=False)
-    expected = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-    assert float(task.loss(params, batch, variables, False)[0]) == pytest.approx(float(expected), rel=1e-5)
+
+    @jax.jit
+    def expected(images: Any) -> Any:
+        logits: Any = MODEL.apply({"params": params, **variables}, images, train=False)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+    scaled = np.float32(np.asarray(batch["image"]) / 127.5 - 1.0)
+    found = loss_of(task)(params, batch, variables)[0]
+    assert float(found) == pytest.approx(float(expected(scaled)), rel=1e-5)
 
 
 def test_the_learning_rate_rises_and_falls_to_nothing() -> None:
