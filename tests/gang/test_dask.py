@@ -384,10 +384,11 @@ def test_no_rank_stays_where_one_froze_while_they_met(
         begin(self, messages)
 
     monkeypatch.setattr(dask._DaskRanks, "ask", ask)
+    monkeypatch.setattr(dask, "_LEAVE_SECONDS", 0.5)
     begun = time.monotonic()
     try:
         with pytest.raises(WaitTimeout, match=r"^rank 1 of 3 did not start and join the others within"):
-            DaskGang(client, timeout_seconds=6.0).start()
+            DaskGang(client, timeout_seconds=4.0).start()
         assert time.monotonic() - begun < 20
     finally:
         os.kill(pid, signal.SIGCONT)

@@ -20,6 +20,7 @@ from braidax.gang.child import Birth
 from braidax.gang.member import pack_call
 from braidax.gang.processes import Command, Processes
 from braidax.gang.program import Program
+from tests.support.gang.forks import fork_children
 from tests.support.gang.launched import INTERRUPTED, JOIN, SAVE, STOPS
 from tests.support.gang.programs import wait_until_gone
 
@@ -43,6 +44,12 @@ def run(tmp_path: Path) -> Launch:
         return code, log.getvalue().splitlines()
 
     return run_script
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets ranks begin with what they import, in tests of how they end."""
+    fork_children(monkeypatch, "braidax.comm", "braidax.gang.meeting", modules=["braidax.gang.runner"])
 
 
 @pytest.fixture
@@ -100,6 +107,7 @@ def test_the_rank_that_raised_is_named_with_its_last_lines(run: Launch) -> None:
     assert all(re.match(r"\[\d\] ", line) for line in lines[:told])
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("told_by", ["comm.barrier()", "raise CallFailed('rank 1 failed: ValueError: the value', 1)"])
 def test_the_rank_that_raised_is_named_even_if_another_one_ends_first(run: Launch, told_by: str) -> None:
     text = JOIN + dedent(f"""
@@ -118,6 +126,7 @@ def test_the_rank_that_raised_is_named_even_if_another_one_ends_first(run: Launc
     assert lines[-1] == "ValueError: the value"
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("ending", "code", "told"),
     [
@@ -142,6 +151,7 @@ def test_the_exit_code_is_that_of_the_first_that_failed(run: Launch, ending: str
     assert (how in lines) == (code > 128)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_ends_well_ends_nobody(run: Launch) -> None:
     text = JOIN + dedent("""
         pids = comm.all_gather(np.array(os.getpid()))
@@ -154,6 +164,7 @@ def test_a_rank_that_ends_well_ends_nobody(run: Launch) -> None:
     assert run(text) == (0, ["[1] went on"])
 
 
+@pytest.mark.usefixtures("forked")
 def test_all_start_again_under_the_next_generation(run: Launch) -> None:
     text = JOIN + dedent("""
         print("generation", os.environ["BRAIDAX_GENERATION"])
@@ -175,6 +186,7 @@ def test_all_start_again_under_the_next_generation(run: Launch) -> None:
     assert sum("failed first" in line for line in lines) == 2
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_the_others_have_started_ends_too(run: Launch) -> None:
     text = JOIN + dedent("""
         if comm.rank == 0:
@@ -225,7 +237,7 @@ def test_ranks_have_time_to_save_when_all_are_stopped(run: Launch) -> None:
     assert sorted(lines) == ["[0] ready", "[0] saved", "[1] ready", "[1] saved", STOPS.format(30)]
 
 
-@pytest.mark.usefixtures("hurried")
+@pytest.mark.usefixtures("forked", "hurried")
 def test_an_interrupt_that_another_thread_gets_is_heard(run: Launch) -> None:
     text = JOIN + SAVE + "ready()\nif comm.rank == 0:\n    os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)\n"
     over = threading.Event()
@@ -242,6 +254,7 @@ def test_an_interrupt_that_another_thread_gets_is_heard(run: Launch) -> None:
     assert STOPS.format(30) in lines
 
 
+@pytest.mark.usefixtures("forked")
 def test_who_has_not_saved_in_time_is_killed_and_named(run: Launch) -> None:
     text = (
         JOIN
@@ -262,6 +275,7 @@ def test_who_has_not_saved_in_time_is_killed_and_named(run: Launch) -> None:
     assert lines[-1] == "braidax launch: had to kill ranks that did not end: 1"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_second_interrupt_ends_all_at_once(run: Launch) -> None:
     text = (
         JOIN
@@ -284,7 +298,7 @@ def test_a_second_interrupt_ends_all_at_once(run: Launch) -> None:
     assert sorted(lines) == ["[0] ready", "[1] ready", STOPS.format(10_000)]
 
 
-@pytest.mark.usefixtures("hurried")
+@pytest.mark.usefixtures("forked", "hurried")
 def test_the_failure_of_one_leaves_the_others_no_such_time(run: Launch) -> None:
     text = JOIN + SAVE + "ready()\nif comm.rank == 0:\n    sys.exit(7)\ntime.sleep(600)\n"
     code, lines = run(text, grace_seconds=10_000.0)

@@ -16,6 +16,7 @@ import pytest
 from braidax.comm import Communicator, Tuning
 from braidax.errors import Aborted, ArgumentError, CallFailed, GangError, PeerLost, WaitTimeout
 from braidax.gang import LocalGang, local
+from braidax.gang.calling import dispatch
 from tests.support.gang import programs
 from tests.support.tree import ROOT
 
@@ -176,8 +177,11 @@ def test_a_frozen_rank_is_named() -> None:
         assert gang.lost == (1,)
 
 
-def test_a_rank_is_not_ended_since_a_loader_has_lost_a_process_of_its_number(gang: LocalGang, tmp_path: Path) -> None:
+def test_a_rank_is_not_ended_since_a_loader_has_lost_a_process_of_its_number(
+    gang: LocalGang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others than the communicator number processes in their own way: rank 1 is well, and only busy."""
+    monkeypatch.setattr(dispatch, "OTHERS_SECONDS", 0.2)
     go = tmp_path / "go"
 
     def lose(comm: Communicator) -> None:
@@ -196,7 +200,8 @@ def test_a_rank_is_not_ended_since_a_loader_has_lost_a_process_of_its_number(gan
     assert gang.run(programs.pids) == pids
 
 
-def test_a_limit_names_the_ranks_that_are_late(gang: LocalGang) -> None:
+def test_a_limit_names_the_ranks_that_are_late(gang: LocalGang, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "OTHERS_SECONDS", 0.5)
     pids = gang.run(programs.pids)
     words = (
         r"^ranks 1, 2 of 3 did not answer within timeout_seconds=0\.3, so the call was aborted; ranks 1, 2 did not "
@@ -348,7 +353,9 @@ def test_wrong_use_is_told(gang: LocalGang) -> None:
         stopped.run(programs.pids)
 
 
-def test_ranks_that_ignore_the_first_signal_are_killed() -> None:
+def test_ranks_that_ignore_the_first_signal_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_FORCE_SECONDS", 0.5)
+
     def ignore(comm: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)

@@ -1,5 +1,6 @@
 """Gangs on Ray, on a real cluster of this machine."""
 
+import contextlib
 import os
 import re
 import secrets
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,26 @@ def fresh(cluster: None) -> Iterator[RayGang]:
         yield gang
 
 
-@pytest.fixture
-def store(cluster: None) -> Iterator[RayStore]:
+@contextlib.contextmanager
+def stored() -> Generator[str]:
+    """Returns the address of a store of its own, which takes a process."""
     name = secrets.token_hex(8)
     made = ray.remote(ActorStore).options(num_cpus=0, name=name, namespace="tests", max_concurrency=100).remote()
-    with RayStore(f"ray:tests/{name}") as opened:
-        yield opened
+    yield f"ray:tests/{name}"
     ray.kill(made)
+
+
+@pytest.fixture(scope="module")
+def address(cluster: None) -> Iterator[str]:
+    """A store that tests share, each with keys of its own."""
+    with stored() as address:
+        yield address
+
+
+@pytest.fixture
+def store(address: str) -> Iterator[RayStore]:
+    with RayStore(address) as opened:
+        yield opened
 
 
 def test_results_come_in_rank_order_whoever_is_first(gang: RayGang) -> None:
@@ -89,7 +103,8 @@ def test_a_gang_on_ray_stays(gang: RayGang, tmp_path: Path, check: Callable[[Gan
     check(gang, tmp_path)
 
 
-@pytest.mark.parametrize("seed", staying.seeds(quick=1, nightly=20))
+# By day on a local gang and on Dask.
+@pytest.mark.parametrize("seed", staying.seeds(quick=0, nightly=20))
 def test_kills_at_random_moments(gang: RayGang, seed: int) -> None:
     staying.kill_at_random_moments(gang, seed)
 
@@ -172,6 +187,7 @@ def test_a_gang_that_finds_no_room_says_what_there_is(gang: RayGang) -> None:
     assert len(_stores()) == 1
 
 
+@pytest.mark.slow  # by day on Dask
 def test_a_gang_that_cannot_meet_is_not_started(gang: RayGang) -> None:
     with pytest.raises(CallFailed, match="pigeon"):
         RayGang(1, num_cpus=0.5, transport="pigeon").start()
@@ -211,18 +227,19 @@ def test_the_store_between_processes(store: RayStore, gang: RayGang) -> None:
     clusters.check_between_processes(store, RayStore, gang)
 
 
-def test_a_store_outlives_its_users_and_not_its_gang(store: RayStore) -> None:
-    store.set("key", b"kept")
-    with RayStore(store.address) as other:
-        assert other.address == store.address
-        assert other.get("key", timeout_seconds=0) == b"kept"
-    store.close()
-    with RayStore(store.address) as other:
-        assert other.get("key", timeout_seconds=0) == b"kept"
-        ray.kill(ray.get_actor(store.address.rpartition("/")[2], namespace="tests"))
-        clusters.until(lambda: _raises(CommError, lambda: other.get("key", timeout_seconds=5)))
-        with pytest.raises(CommError, match=r"ray:tests/\w+ cannot be reached: .*does the gang run\?"):
-            other.get("key", timeout_seconds=5)
+def test_a_store_outlives_its_users_and_not_its_gang(cluster: None) -> None:
+    with stored() as address:
+        with RayStore(address) as store:
+            store.set("key", b"kept")
+            with RayStore(store.address) as other:
+                assert other.address == store.address == address
+                assert other.get("key", timeout_seconds=0) == b"kept"
+        with RayStore(address) as other:
+            assert other.get("key", timeout_seconds=0) == b"kept"
+            ray.kill(ray.get_actor(address.rpartition("/")[2], namespace="tests"))
+            clusters.until(lambda: _raises(CommError, lambda: other.get("key", timeout_seconds=5)))
+            with pytest.raises(CommError, match=r"ray:tests/\w+ cannot be reached: .*does the gang run\?"):
+                other.get("key", timeout_seconds=5)
     with pytest.raises(CommError, match="ray:tests/nobody: Ray knows no such actor"):
         RayStore("ray:tests/nobody")
     with pytest.raises(ArgumentError, match="address='tcp://here:1': expected ray:NAMESPACE/NAME"):

@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,13 +15,24 @@ import pytest
 
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CallFailed, GangError, PeerLost, WaitTimeout
-from braidax.gang import Gang, LocalGang
+from braidax.gang import Gang, LocalGang, local
 from braidax.gang.calling import dispatch, worlds
 from tests.support.gang import clusters, programs, staying
+from tests.support.gang.forks import fork_children
+
+ANEW = subprocess.Popen._execute_child  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_are_forks() -> Iterator[None]:
+    """Lets ranks begin with what they import; test_local.py has ranks as users have them."""
+    with pytest.MonkeyPatch.context() as patch:
+        fork_children(patch, "braidax.gang.child")
+        yield
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[LocalGang]:
+def shared(ranks_are_forks: None) -> Iterator[LocalGang]:
     with LocalGang(3) as gang:
         yield gang
 
@@ -109,7 +121,8 @@ def test_what_a_lost_rank_has_started_ends_at_once() -> None:
         programs.wait_until_gone(children, seconds=5)
 
 
-def test_a_killed_rank_is_replaced_within_three_seconds() -> None:
+def test_a_killed_rank_is_replaced_within_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", ANEW)  # as users have them
     begun = time.monotonic()
     with LocalGang(4) as gang:
         started = time.monotonic() - begun
@@ -145,7 +158,9 @@ def _peak(*_: object) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def test_a_rank_that_sends_what_is_no_answer_is_lost() -> None:
+def test_a_rank_that_sends_what_is_no_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_LAST_WORDS_SECONDS", 0.3)  # it does not end by itself
+
     def write_there(comm: Communicator) -> None:
         if comm.rank == 1:
             os.write(int(sys.argv[1]), b"\xff" * 16)  # where its answers go
