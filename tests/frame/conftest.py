@@ -12,12 +12,15 @@ from braidax.frame.operators.reading import scanning
 from braidax.gang import LocalGang
 from tests.support.frame.tables import SHAPES, Tables
 from tests.support.frame.worlds import Worlds
+from tests.support.gang.forks import fork_children
 
 _STACK = contextlib.ExitStack()
 
 
 @functools.cache
 def _gang() -> LocalGang:
+    # Polars itself has threads as soon as it is imported, so that each fork does that.
+    fork_children(_STACK.enter_context(pytest.MonkeyPatch.context()), "braidax.gang.child", "braidax.frame.collecting")
     return _STACK.enter_context(LocalGang(3))
 
 

@@ -332,7 +332,10 @@ PLANS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("plan", "suffix"), in_turns(PLANS, ONE, every=2))
-def test_plans_of_one_file(suffix: str, plan: str, tables: Any, worlds: Worlds) -> None:
+def test_plans_of_one_file(
+    suffix: str, plan: str, tables: Any, worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "_BLOCK_BYTES", 500)  # several lines at once, elsewhere here not one
     for shape, sizes in (("usual", (2, 3)), ("empty", (2,)), ("tiny", (3,))):
         asked = Asked.of(Query(plan, lambda t: PLANS[plan](ONE[suffix](t))), tables(shape))
         for size in sizes:

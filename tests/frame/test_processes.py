@@ -12,6 +12,7 @@ from tests.support.frame.queries.catalogue import CATALOGUE
 from tests.support.frame.queries.query import Query
 from tests.support.frame.running import Asked, Outcome
 from tests.support.frame.tables import Tables
+from tests.support.gang.forks import fork_children
 
 TRANSPORTS = ["tcp", "ucx"]
 # One of each way in which rows go from rank to rank, and of each way in which a plan brings along what it needs.
@@ -59,6 +60,8 @@ OVER = [
 def gangs() -> Iterator[Mapping[str, LocalGang]]:
     """Returns a gang of each transport; a gang of this scope with parameters would begin anew for each test."""
     with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        fork_children(patch, "braidax.gang.child", "braidax.frame.collecting")
         yield {transport: stack.enter_context(LocalGang(3, transport=transport)) for transport in TRANSPORTS}
 
 

@@ -21,7 +21,7 @@ from braidax.gang import LocalGang
 from tests.support.comm.ranks import outcomes
 
 MEMORY = bf.Memory(limit_bytes=32 << 20)
-ROWS = 20_000
+ROWS = 14_000
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,12 @@ import pytest
 from polars.testing import assert_frame_equal
 
 import braidax.frame as bf
+from braidax.comm import Communicator
 from braidax.errors import ArgumentError, GangError, MissingExtra
+from braidax.frame.clusters import partitions
 from braidax.gang import LocalGang
 from braidax.gang.dask import DaskGang
+from tests.support.comm.ranks import outcomes
 from tests.support.frame.clusters.moved import moved_bytes
 from tests.support.frame.running import names_kept
 from tests.support.gang.clusters import until
@@ -143,51 +146,77 @@ OBJECTS = pd.DataFrame({"a": [1, 2], "b": [object(), 3]})
 NUMBERS = pd.DataFrame({"a": [1, 2], "b": [3, 4]})
 
 
+CANNOT_BE: list[tuple[list[Any], type[Exception], str]] = [
+    (
+        [NUMBERS, {"b": [1j, 2j]}],
+        ArgumentError,
+        r"^partition 1: the column 'b' has complex128, which Polars cannot repr",
+    ),
+    (
+        [{"b": [1, "x"]}],
+        ArgumentError,
+        r"^partition 0: the column 'b' has object, which Polars cannot represent \(Could not",
+    ),
+    (
+        [{"p": pd.period_range("2020", periods=2, freq="M")}],
+        ArgumentError,
+        r"^partition 0: the column 'p' has Extension\(",
+    ),
+    ([{1: [1]}], ArgumentError, r"^partition 0: the name of a column, 1, is no text; rename it before"),
+    ([NUMBERS[["a", "a"]]], ArgumentError, r"^partition 0: the name of a column, 'a', is there twice"),
+    (
+        [NUMBERS, NUMBERS, {"a": [1.5], "b": [1]}],
+        ArgumentError,
+        r"^partition 2 has Float64 in the column 'a', and partition 0 Int64; expected one dtype in all: cast it",
+    ),
+    (
+        [NUMBERS, {"b": [1]}],
+        ArgumentError,
+        r"^partition 1 has the columns \['b'\], and partition 0 \['a', 'b'\]; expected",
+    ),
+    ([pd.DataFrame(index=range(3))], ArgumentError, r"^partition 0 has no columns; expected"),
+    ([7], ArgumentError, r"^partition 0 is a builtins.int; expected a table of pandas, pyarrow or Polars"),
+    ([failing], LookupError, "no such file"),
+]
+# One that a rank finds, one that ranks find out of all partitions, and one that Dask does.
+ON_A_CLUSTER = (0, 5, 9)
+
+
 @pytest.mark.parametrize(
     ("parts", "kind", "words"),
     [
-        (
-            [NUMBERS, {"b": [1j, 2j]}],
-            ArgumentError,
-            r"^partition 1: the column 'b' has complex128, which Polars cannot repr",
-        ),
-        (
-            [{"b": [1, "x"]}],
-            ArgumentError,
-            r"^partition 0: the column 'b' has object, which Polars cannot represent \(Could not",
-        ),
-        (
-            [{"p": pd.period_range("2020", periods=2, freq="M")}],
-            ArgumentError,
-            r"^partition 0: the column 'p' has Extension\(",
-        ),
-        ([{1: [1]}], ArgumentError, r"^partition 0: the name of a column, 1, is no text; rename it before"),
-        ([NUMBERS[["a", "a"]]], ArgumentError, r"^partition 0: the name of a column, 'a', is there twice"),
-        (
-            [NUMBERS, NUMBERS, {"a": [1.5], "b": [1]}],
-            ArgumentError,
-            r"^partition 2 has Float64 in the column 'a', and partition 0 Int64; expected one dtype in all: cast it",
-        ),
-        (
-            [NUMBERS, {"b": [1]}],
-            ArgumentError,
-            r"^partition 1 has the columns \['b'\], and partition 0 \['a', 'b'\]; expected",
-        ),
-        ([pd.DataFrame(index=range(3))], ArgumentError, r"^partition 0 has no columns; expected"),
-        ([7], ArgumentError, r"^partition 0 is a builtins.int; expected a table of pandas, pyarrow or Polars"),
-        ([failing], LookupError, "no such file"),
+        pytest.param(*case, marks=() if number in ON_A_CLUSTER else pytest.mark.slow)
+        for number, case in enumerate(CANNOT_BE)
     ],
 )
 def test_partitions_that_cannot_be_are_named(
     parts: list[Any], kind: type[Exception], words: str, gang: DaskGang
 ) -> None:
-    tables = [pd.DataFrame(each) if isinstance(each, dict) else each for each in parts]
-    made = [dask.delayed(each)() if callable(each) else dask.delayed(each) for each in tables]
+    made = [dask.delayed(each)() if callable(each) else dask.delayed(each) for each in map(table_of, parts)]
     before = names_kept(gang)
     with pytest.raises(kind, match=words):
         bf.from_dask(made, gang)
     assert gang.names() == before
     assert gang.run(numbers_handed) == [0, 0]
+
+
+@pytest.mark.parametrize(("parts", "kind", "words"), [case for case in CANNOT_BE if case[1] is ArgumentError])
+def test_whatever_is_wrong_with_partitions_is_named_where_they_lie(
+    parts: list[Any], kind: type[Exception], words: str
+) -> None:
+    """As ranks do it, without a cluster."""
+
+    def taken(comm: Communicator) -> pl.Schema:
+        numbered = partitions._converted(comm, [table_of(each) for each in parts], range(len(parts)))
+        return partitions._agreed(partitions._told(comm, numbered))
+
+    (found,) = outcomes(1, taken)
+    with pytest.raises(kind, match=words):
+        raise found
+
+
+def table_of(part: Any) -> Any:
+    return pd.DataFrame(part) if isinstance(part, dict) else part
 
 
 def numbers_handed(comm: Any) -> int:

@@ -81,6 +81,7 @@ def numbers_there(comm: Any, kept: Any) -> list[int]:
     return sorted(set(kept.frame["y"].to_list()))
 
 
+@pytest.mark.slow  # a gang more, which is two processes; by day in test_dask.py
 def test_what_comes_back_stays_behind_the_gang(gang: RayGang) -> None:
     with RayGang(2, num_cpus=0.5) as other:
         table = pl.DataFrame({"a": range(10), "s": [f"t{i % 3}" for i in range(10)]})
@@ -106,7 +107,11 @@ NUMBERS = pa.table({"a": [1, 2]})
     ("other", "words"),
     [
         ({"a": [0.5]}, "partition 1 has Float64 in the column 'a', and partition 0 Int64; expected one dtype in all"),
-        ({"b": [1]}, r"partition 1 has the columns \['b'\], and partition 0 \['a'\]; expected the same in all"),
+        pytest.param(
+            {"b": [1]},
+            r"partition 1 has the columns \['b'\], and partition 0 \['a'\]; expected the same in all",
+            marks=pytest.mark.slow,  # by day in test_dask.py
+        ),
     ],
 )
 def test_blocks_that_cannot_be_are_named(other: dict[str, list[Any]], words: str, gang: RayGang) -> None:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from braidax.errors import PeerLost
 from braidax.gang import LocalGang
 from tests.support.gang import programs
 from tests.support.gang.clusters import is_running, until
+from tests.support.gang.forks import fork_children
 
 SIZE, ROWS, GROUPS = 3, 120_000, 5_000
 LIMIT_SECONDS = 60.0
@@ -174,6 +175,17 @@ class _Bounded:
 
 def _bounded(value: Any, options: dict[str, Any]) -> Any:
     return _Bounded(value, options) if isinstance(value, bf.Frame) or hasattr(value, "agg") else value
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_are_forks() -> Iterator[None]:
+    """Lets ranks begin with what they import, but for Polars; the process that forks is there before files are
+    counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        fork_children(patch, "braidax.gang.child", "braidax.frame.collecting")
+        with LocalGang(1):
+            pass
+        yield
 
 
 def shared_memory() -> set[Path]:
