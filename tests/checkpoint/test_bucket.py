@@ -22,10 +22,12 @@ from braidax.checkpoint.places import object_store
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 from tests.support.bucket_server import BucketServer, Request, serving_bucket
 from tests.support.checkpoint.saving import bits, names
+from tests.support.gang.forks import fork_children
 
 URL = "s3://bucket/runs/a"
 LIMIT = 60.0
-EITHER = pytest.mark.parametrize("server", ["s3", "gs"], indirect=True)
+# What differs between them is tested by day in test_object_store.py.
+EITHER = pytest.mark.parametrize("server", ["s3", pytest.param("gs", marks=pytest.mark.slow)], indirect=True)
 
 
 @pytest.fixture
@@ -287,7 +289,10 @@ saver.close()
 """
 
 
-def test_a_process_killed_between_parts_leaves_nothing_visible(server: BucketServer, tmp_path: Path) -> None:
+def test_a_process_killed_between_parts_leaves_nothing_visible(
+    server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_children(monkeypatch, "braidax.data", "braidax.checkpoint", codes=(SCRIPT,))
     with archive(server, tmp_path, every=1) as saver:
         saver.save({"w": jnp.zeros((2_000_000, 4))})
     before = objects(server)

@@ -25,6 +25,7 @@ from braidax.gang import LocalGang
 from tests.support.checkpoint.saving import Longer, Tables, names, read_all
 from tests.support.checkpoint.told import told
 from tests.support.data.jax_gang import RUN_SECONDS
+from tests.support.gang.forks import fork_children
 
 SECONDS = 30.0
 ROWS = 1001
@@ -102,8 +103,10 @@ def saved(comm: Communicator, folder: Path, size: int, num_owners: int) -> str:
 
 @pytest.fixture(scope="module")
 def gang() -> Iterator[LocalGang]:
-    with LocalGang(3, environment={"JAX_PLATFORMS": "cpu"}) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        fork_children(patch, "braidax.data", "braidax.checkpoint")
+        with LocalGang(3, environment={"JAX_PLATFORMS": "cpu"}) as running:
+            yield running
 
 
 def test_two_owners_become_one_and_three_bit_for_bit(tmp_path: Path, gang: LocalGang) -> None:

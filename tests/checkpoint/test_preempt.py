@@ -14,6 +14,7 @@ from braidax.checkpoint.interval import preempt
 from braidax.checkpoint.interval.preempt import Preemption
 from braidax.errors import ArgumentError, CheckpointError
 from tests.support.comm.stores.servers import free_port
+from tests.support.gang.forks import fork_children
 
 LIMIT = 60
 
@@ -60,6 +61,14 @@ with Preemption() as preemption:
         print(error)
 jax.distributed.shutdown()
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_forks() -> Iterator[None]:
+    """Lets programs begin with what they import."""
+    with pytest.MonkeyPatch.context() as patch:
+        fork_children(patch, "braidax.data", "braidax.checkpoint", codes=(ENDED_TWICE, RANK, OFF))
+        yield
 
 
 @pytest.fixture
