@@ -15,6 +15,7 @@ from jax.errors import JaxRuntimeError
 from braidax.connections.coordination import Coordination
 from braidax.errors import CommError, WaitTimeout
 from tests.support.comm.stores.servers import coordination_service, free_port
+from tests.support.gang.forks import fork_children
 
 LIMIT = 60.0
 TWO = """
@@ -65,7 +66,8 @@ def service() -> Iterator[Coordination]:
         yield found
 
 
-def test_two_processes_of_jax_see_the_same_values_in_each_life_of_the_service() -> None:
+def test_two_processes_of_jax_see_the_same_values_in_each_life_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_children(monkeypatch, "braidax.data", "braidax.checkpoint", codes=(TWO,))
     command = [sys.executable, "-c", TWO, "127.0.0.1"]
     ports = [str(free_port()) for _ in range(2)]
     environ = {**os.environ, "JAX_PLATFORMS": "cpu"}

@@ -24,6 +24,7 @@ from braidax.errors import ArgumentError, MissingExtra, RecordError, WaitTimeout
 from braidax.torch import DataLoader
 from braidax.torch import order as order_module
 from braidax.torch.tempo import Tempo
+from tests.support.gang.forks import fork_children
 
 Point = collections.namedtuple("Point", ["x", "name"])
 
@@ -858,11 +859,19 @@ def start(program: str, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.fixture
+def programs_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets programs begin with what they import, which takes longer than what they do."""
+    fork_children(monkeypatch, "torch", "torch.distributed", "braidax.torch", codes=(WORKERS, RANKS))
+
+
+@pytest.mark.usefixtures("programs_are_forks")
 def test_worker_processes_get_our_order_and_jax_is_left_alone() -> None:
     output, _ = start(WORKERS).communicate(timeout=120)
     assert output == "done\n"
 
 
+@pytest.mark.usefixtures("programs_are_forks")
 def test_ranks_share_one_permutation(tmp_path: Path) -> None:
     processes = [start(RANKS, str(rank), str(tmp_path / "store")) for rank in range(2)]
     outputs = [process.communicate(timeout=120)[0] for process in processes]

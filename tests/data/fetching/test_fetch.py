@@ -446,9 +446,14 @@ if sys.argv[1] == "raises":
 
 @pytest.mark.parametrize(
     ("how", "status"),
-    [pytest.param("fast", 0, marks=pytest.mark.slow), ("slow", 0), ("foreign", 0), ("raises", 3)],
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fast", 0), ("raises", 3))),
+        ("slow", 0),
+        ("foreign", 0),
+    ],
 )
-def test_a_program_may_end_in_the_middle_of_a_loop(how: str, status: int) -> None:
+def test_a_program_may_end_in_the_middle_of_a_loop(how: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_children(monkeypatch, "braidax.data", "braidax.data.workers.processes.child", codes=(SUSPENDED,))
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SUSPENDED, how], capture_output=True, text=True, timeout=120, check=False
     )

@@ -308,7 +308,11 @@ def choosing_for_large(rank: int, seconds: float, differs: bool, redundancy: flo
         assert len(source.records) == 36 * redundancy / 3
 
 
-@pytest.mark.parametrize(("seconds", "differs", "redundancy"), [(0.0, False, 3.0), (0.2, False, 1.0), (0.0, True, 1.0)])
+# Small leaves, too, are exchanged where reading them again is slow: by day above.
+@pytest.mark.parametrize(
+    ("seconds", "differs", "redundancy"),
+    [(0.0, False, 3.0), pytest.param(0.2, False, 1.0, marks=pytest.mark.slow), (0.0, True, 1.0)],
+)
 def test_what_is_stored_is_read_again_where_that_is_quicker_and_the_same(
     gang: LocalGang, seconds: float, differs: bool, redundancy: float
 ) -> None:
