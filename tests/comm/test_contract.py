@@ -57,14 +57,15 @@ def test_every_store(transport: str, size: int, place: Callable[[], Store]) -> N
 
 @pytest.mark.parametrize(
     "hosts",
-    ["aabb", "abc", *(pytest.param(hosts, marks=pytest.mark.slow) for hosts in ("abab", "aaab", "aaaabbbb"))],
+    ["aabb", *(pytest.param(hosts, marks=pytest.mark.slow) for hosts in ("abc", "abab", "aaab", "aaaabbbb"))],
 )
 def test_every_operation_over_several_hosts(hosts: str) -> None:
     tunings = [Tuning(host=host) for host in hosts]
     assert results(len(hosts), exercise, tunings=tunings) == ["exercised"] * len(hosts)
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 4, 8))])
+@pytest.mark.slow  # operations over other transports above, and that this one is as they are in transports/
+@pytest.mark.parametrize("size", [2, 1, 3, 4, 8])
 def test_every_operation_over_mpi(size: int, tmp_path: Path) -> None:
     command = ["-n", str(size), sys.executable, "-m", "tests.support.comm.exercise", "mpi", str(tmp_path)]
     done = subprocess.run(

@@ -11,7 +11,7 @@ import pytest
 
 from braidax.comm import Communicator
 from braidax.errors import WaitTimeout
-from tests.support.comm.ranks import results
+from tests.support.comm.ranks import in_turns, results
 from tests.support.comm.transports.tcps import TCPS
 
 TRANSPORTS = ["in-process", *TCPS, "ucx"]
@@ -95,8 +95,7 @@ def test_buffers_and_values_are_not_taken_for_one_another(transport: str) -> Non
     results(2, exchange, transport=transport)
 
 
-@pytest.mark.parametrize("transport", TCPS)
-@pytest.mark.parametrize("length", [1 << 12, 1 << 20, 1 << 26])
+@pytest.mark.parametrize(("length", "transport"), in_turns([1 << 12, 1 << 20, 1 << 26], TCPS, every=3))
 def test_what_nobody_asks_for_is_bounded_also_while_something_is_asked_for(length: int, transport: str) -> None:
     """64 MiB that nobody had asked for were kept where 4 were promised, once any receive was posted."""
     count = min(1200, (1 << 26) // length)

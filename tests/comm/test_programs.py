@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.support.comm.ranks import by_day
 from tests.support.tree import ROOT
 
 TRANSPORTS = ["in-process", "tcp", "ucx"]
@@ -24,7 +25,7 @@ def run(transport: str, first: int, count: int) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", by_day(TRANSPORTS, "tcp", "ucx"))
 def test_programs_of_messages(transport: str) -> None:
     assert ": 6 programs" in run(transport, 0, 6)
 

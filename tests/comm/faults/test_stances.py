@@ -62,10 +62,8 @@ def begin(crew: Crew, stances: list[str], *, relay: Relay | None = None, **given
     ("fault", "seeds"),
     [
         ("kill", (0, 1, 2, 3)),
-        ("stop", (0,)),
-        ("cut", (3,)),
-        pytest.param("stop", (1, 2, 3), marks=pytest.mark.slow),
-        pytest.param("cut", (0, 1, 2), marks=pytest.mark.slow),
+        # By day in test_faults.py, and a cut in test_partitions.py, too.
+        *(pytest.param(fault, (0, 1, 2, 3), marks=pytest.mark.slow) for fault in ("stop", "cut")),
     ],
 )
 def test_all_that_ranks_can_wait_for(fault: Fault, seeds: tuple[int, ...], harbor: Harbor, relay: Relay) -> None:

@@ -1,5 +1,6 @@
 """What is MPI's alone: the launcher, the thread level, addresses that do not fit, and what is left behind."""
 
+import subprocess
 import sys
 
 import pytest
@@ -9,8 +10,13 @@ from braidax.errors import MissingExtra
 from tests.support.comm.transports.worlds import run_mpi
 
 
-def test_nothing_is_left_after_close() -> None:
-    done = run_mpi(2, "leave")
+@pytest.fixture(scope="module")
+def done() -> "subprocess.CompletedProcess[str]":
+    """What two ranks print that leave nothing behind, and then refuse four worlds."""
+    return run_mpi(2, "leave", "then", "refuse", "0,0", "0,x", "0,1,2", "1,0")
+
+
+def test_nothing_is_left_after_close(done: "subprocess.CompletedProcess[str]") -> None:
     assert done.stdout.count("nothing left") == 2, done.stdout
     assert done.returncode == 0
 
@@ -22,8 +28,7 @@ def test_several_threads_must_be_allowed() -> None:
     assert done.returncode == 0
 
 
-def test_a_world_that_does_not_fit_is_refused() -> None:
-    done = run_mpi(2, "refuse", "0,0", "0,x", "0,1,2", "1,0")
+def test_a_world_that_does_not_fit_is_refused(done: "subprocess.CompletedProcess[str]") -> None:
     for words in (
         "the ranks of the world have the MPI ranks ['0', '0']; expected each of 0 to 1 once",
         "the ranks of the world have the MPI ranks ['0', 'x']; expected each of 0 to 1 once",

@@ -12,12 +12,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
+import pytest
+
 from tests.support.comm.faults.stalls import Stalls
+from tests.support.gang.forks import fork_children
 from tests.support.tree import ROOT
 
 START_SECONDS = 60.0
 _TAIL_CHARS = 4000
 _PROGRAM = "tests.support.comm.faults.rank"
+_IMPORTED = (  # what programs import
+    "tests.support.comm.faults.operations",
+    "tests.support.comm.faults.streams",
+    "tests.support.comm.relay",
+    "tests.support.comm.transports.tcps",
+)
 
 
 @final
@@ -189,7 +198,7 @@ class Crew:
 
 @final
 class Harbor:
-    """Lends one crew to test after test, since processes take long to start; after a failure, a fresh one.
+    """Lends one crew of forks to test after test, since processes take long to start; after a failure, a fresh one.
 
     **Arguments:** `folders`: makes a folder for each crew. `size`: of the crew. `program`: see `Member`.
     """
@@ -200,6 +209,8 @@ class Harbor:
         self._program = program
         self._stack = contextlib.ExitStack()
         self._crew: Crew | None = None
+        self._patch = pytest.MonkeyPatch()
+        fork_children(self._patch, *_IMPORTED, modules=[program])
 
     @contextlib.contextmanager
     def crew(self) -> Iterator[Crew]:
@@ -219,3 +230,4 @@ class Harbor:
     def close(self) -> None:
         """Lets the crew go."""
         self._stack.close()
+        self._patch.undo()

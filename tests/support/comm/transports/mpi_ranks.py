@@ -1,5 +1,9 @@
-"""One rank under an MPI launcher: runs the checks that its arguments name, and prints how each went."""
+"""One rank under an MPI launcher: runs the checks that its arguments name, and prints how each went.
 
+Several things to do are told apart by the word `then`.
+"""
+
+import itertools
 import signal
 import sys
 import time
@@ -74,26 +78,33 @@ def leave_nothing() -> None:
     say("nothing left")
 
 
+def do(what: str, *arguments: str) -> None:
+    """Does one thing."""
+    match what:
+        case "checks":
+            for name in arguments:
+                run_check(name)
+        case "refuse":
+            for text in arguments:
+                refuse(addresses=text.encode().split(b","))
+        case "break":
+            break_mpi()
+        case "leave":
+            leave_nothing()
+        case "fail":
+            assert MPI.COMM_WORLD.rank != 1, "rank 1 fails"
+            run_check("check_sizes")
+        case other:
+            raise ValueError(other)
+
+
 def main() -> None:
     """Does what the arguments say; one rank that fails ends all, and none outlives its limit."""
     signal.alarm(LIMIT_SECONDS)
     try:
-        match sys.argv[1]:
-            case "checks":
-                for name in sys.argv[2:]:
-                    run_check(name)
-            case "refuse":
-                for text in sys.argv[2:]:
-                    refuse(addresses=text.encode().split(b","))
-            case "break":
-                break_mpi()
-            case "leave":
-                leave_nothing()
-            case "fail":
-                assert MPI.COMM_WORLD.rank != 1, "rank 1 fails"
-                run_check("check_sizes")
-            case other:
-                raise ValueError(other)
+        for is_word, words in itertools.groupby(sys.argv[1:], lambda word: word != "then"):
+            if is_word:
+                do(*words)
     except BaseException:  # noqa: BLE001
         say(f"rank {MPI.COMM_WORLD.rank}:", traceback.format_exc())
         MPI.COMM_WORLD.Abort(1)
