@@ -186,7 +186,10 @@ pl.LazyFrame({"a": range(4)}).with_columns(pl.col("a").map_elements(wait, return
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.slow)],
+)
 def test_a_signal_ends_program_and_ranks(number: int, code: int, tmp_path: Path) -> None:
     (tmp_path / "waiting.py").write_text(WAITING)
     with subprocess.Popen(

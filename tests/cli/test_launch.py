@@ -84,7 +84,7 @@ def test_a_program_is_joined_to_one_jax(tmp_path: Path) -> None:
     ("number", "code", "told"),
     [
         (signal.SIGINT, 130, "interrupted\n"),
-        (signal.SIGTERM, 143, ""),
+        pytest.param(signal.SIGTERM, 143, "", marks=pytest.mark.slow),  # by day it stops a run below
         pytest.param(signal.SIGHUP, 129, "", marks=pytest.mark.slow),
     ],
 )
@@ -160,6 +160,7 @@ def test_the_exit_code_is_passed_on(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr.partition("braidax launch:")[2]
 
 
+@pytest.mark.slow  # tests/gang/test_dask.py::test_a_worker_is_as_before_when_the_job_is_over; the options below
 def test_a_program_runs_on_dask(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(JOIN + "(__import__('pathlib').Path(str(comm.rank))).touch()\ncomm.close()\n")
     with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster:

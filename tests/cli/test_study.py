@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -14,15 +15,55 @@ from typer.testing import CliRunner
 from braidax.cli import app
 from braidax.cli.cases import CASES, find_case
 from braidax.tasks.generated import write_cifar10, write_image_folders, write_reviews
+from braidax.tune import LANES
+from braidax.tune.study import Case, Design, Run, StudyFolder, Written
+from braidax.tune.study.findings import find
 
 LIMIT_SECONDS = 240.0
 
 
+OPTIONS = ["--case", "digits", "--quick", "--blocks", "1", "--pairs", "sync-prefetch"]
+
+
 def command(out: Path) -> list[str]:
-    options = ["--case", "digits", "--quick", "--blocks", "1", "--pairs", "sync-prefetch", "--out", str(out)]
-    return [sys.executable, "-m", "braidax", "study", *options]
+    return [sys.executable, "-m", "braidax", "study", *OPTIONS, "--out", str(out)]
 
 
+def test_what_an_interrupted_study_keeps_and_what_it_found_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of runs that are made up: real ones are interrupted below, and in tests/tune/study."""
+
+    def measure(case: Case, design: Design, folder: StudyFolder, **options: Any) -> None:
+        at = len(folder.runs)
+        for number, (block, setting) in enumerate(design.order()[at : at + 3], at):
+            seconds = 0.25 + number / 100
+            folder.append(Run(block, setting, seconds, dict.fromkeys(LANES, 0.0) | {"compute": seconds}, (seconds,)))
+        if len(folder.runs) < len(design.order()):
+            raise KeyboardInterrupt
+
+    def report(folder: StudyFolder, case: Case, design: Design) -> Written:
+        page, poster, results, table = (folder.write(name, b"") for name in ("page", "poster", "results", "table"))
+        return Written(page, poster, results, (table,), find(design, folder.runs))
+
+    monkeypatch.setattr("braidax.cli.study.run_study", measure)
+    monkeypatch.setattr("braidax.cli.study.write_report", report)
+    out = tmp_path / "study"
+    first, second = (
+        CliRunner().invoke(app, ["study", *OPTIONS, "--out", str(out)], env={"COLUMNS": "200"}) for _ in range(2)
+    )
+    assert first.exit_code == 130, first.output
+    assert "5 settings, 1 block, 5 runs\n" in first.stdout
+    assert f"interrupted: {out} keeps 3 of 5 runs; run the same command to go on" in " ".join(first.stdout.split())
+    assert second.exit_code == 0, second.output
+    assert "5 settings, 1 block, 5 runs, 3 of them done before" in second.stdout
+    assert "data: 1,500 real 8×8 images that scikit-learn ships" in second.stdout
+    assert "sync-prefetch: all on worse than the best single one? Undecided: " in second.stdout
+    for name in ("page", "poster", "results", "table"):
+        assert str(out / name) in second.stdout
+
+
+@pytest.mark.slow  # above, and tests/tune/study/test_study.py::test_a_killed_study_keeps_its_runs_and_goes_on
 def test_digits_are_studied_and_an_interrupted_study_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "study"
     environment = {**os.environ, "BRAIDAX_CACHE": str(tmp_path / "cache"), "COLUMNS": "200"}

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -19,10 +20,12 @@ from braidax.checkpoint import Adaptive, Every
 from braidax.cli import app
 from braidax.cli.train import due_checkpoints
 from braidax.parallel import Link, Machine
+from tests.support.gang.forks import fork_children
 from tests.support.tasks.archives import write_cifar100, write_mnist
 from tests.support.tasks.criteo import write_criteo
 
 COMMAND = [sys.executable, "-c", "from braidax.cli import main; main()"]
+TAKE_LONG = ("digits", "wide_resnet")
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:
@@ -31,17 +34,39 @@ def run(*arguments: str | Path) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-# Of digits, which takes three times as long, tests/tasks/test_digits.py says by day that they are learnt.
-@pytest.mark.parametrize("task", [pytest.param("digits", marks=pytest.mark.slow), "wide_resnet"])
-def test_ctrl_c_saves_and_the_next_run_goes_on_to_the_end(tmp_path: Path, task: str) -> None:
-    epochs, steps_each = {"digits": (3, 11), "wide_resnet": (30, 2)}[task]
-    arguments = [*COMMAND, "train", task, "--out", "run", "--epochs", str(epochs), "--trace", "trace.json"]
+@pytest.fixture
+def quickly_drawn() -> Iterator[None]:
+    """Draws first parameters by a generator that compiles quickly, as `quickly_compiled` of tests/tasks does."""
+    with jax.default_prng_impl("unsafe_rbg"):
+        yield
+
+
+def clicks(folder: Path) -> list[str | Path]:
+    """Returns the task that compiles quickest, of 20 samples to train and 3 to test, on axes of the name `data`."""
+    data = write_criteo(folder / "clicks.txt", 23)
+    return ["dlrm", "--data", data, "--preset", "tiny", "--strategy", "data=data"]
+
+
+# Of digits, which take longest, tests/tasks/test_digits.py says by day that they are learnt; the loop is that of all.
+@pytest.mark.parametrize("task", [*(pytest.param(name, marks=pytest.mark.slow) for name in TAKE_LONG), "dlrm"])
+def test_ctrl_c_saves_and_the_next_run_goes_on_to_the_end(
+    tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epochs, steps_each = {"digits": (3, 11), "wide_resnet": (30, 2), "dlrm": (60, 2)}[task]
+    own: list[str | Path] = [task]
     if task == "wide_resnet":
-        data = write_mnist(tmp_path / "mnist")
-        arguments += ["--data", str(data), "--preset", "tiny", "--batch-size", "8", "--mesh", "data=1"]
+        own += ["--data", write_mnist(tmp_path / "mnist"), "--preset", "tiny"]
+    elif task == "dlrm":
+        own = clicks(tmp_path)
+        fork_children(monkeypatch, "braidax.cli.train", "braidax.tasks.dlrm", "optax", codes=COMMAND[2:])
+    if task != "digits":
+        own += ["--batch-size", "8", "--mesh", "data=1"]
+    options = ["--out", "run", "--epochs", str(epochs), "--trace", "trace.json"]
+    arguments = [*COMMAND, "train", *map(str, own), *options]
     # The second process takes over what the first has compiled: the test is about the run, not about the compiler.
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
     environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    environment["JAX_DEFAULT_PRNG_IMPL"] = "unsafe_rbg"  # as quickly_drawn
     if task == "digits":  # as a user's would be compiled: many updates run longer than they compile
         environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}
     first = subprocess.Popen(
@@ -82,13 +107,13 @@ def test_ctrl_c_saves_and_the_next_run_goes_on_to_the_end(tmp_path: Path, task: 
     assert trained == epochs * steps_each
 
 
+@pytest.mark.usefixtures("quickly_drawn")
 def test_a_finished_run_says_so(tmp_path: Path) -> None:
-    data = write_mnist(tmp_path / "mnist")
-    arguments = ["train", "wide_resnet", "--data", data, "--out", tmp_path / "run", "--preset", "tiny"]
+    arguments = ["train", *clicks(tmp_path), "--out", tmp_path / "run"]
     arguments += ["--batch-size", "8", "--epochs", "1", "--mesh", "data=2", "--tensorboard", tmp_path / "board"]
     code, output = run(*arguments)
     assert code == 0, output
-    assert "20 samples to train and 12 to test, 1 epochs of 2 batches of 8" in output
+    assert "20 samples to train and 3 to test, 1 epochs of 2 batches of 8" in output
     assert "parameters on 2 virtual CPU devices as data=2" in output
     accuracy = re.search(r"test accuracy ([\d.]+) %", output)
     assert len(list((tmp_path / "board").iterdir())) == 1
@@ -102,10 +127,9 @@ def test_a_finished_run_says_so(tmp_path: Path) -> None:
     assert files(tmp_path) == written
 
 
+@pytest.mark.usefixtures("quickly_drawn")
 def test_other_options_on_a_run_are_said_and_nothing_written_is_lost(tmp_path: Path) -> None:
-    data = write_mnist(tmp_path / "mnist")
-    arguments = ["train", "wide_resnet", "--data", data, "--out", tmp_path / "run", "--preset", "tiny"]
-    arguments += ["--mesh", "data=2"]
+    arguments = ["train", *clicks(tmp_path), "--out", tmp_path / "run", "--mesh", "data=2"]
     code, output = run(*arguments, "--batch-size", "4", "--epochs", "1", "--seed", "3")
     assert code == 0, output
     assert "other options" not in output
@@ -140,7 +164,7 @@ def test_other_options_on_a_run_are_said_and_nothing_written_is_lost(tmp_path: P
 
     code, output = run("train", "digits", "--out", tmp_path / "run")
     assert code == 1
-    assert "has a run of the task 'wide_resnet', and not of 'digits'; give another folder" in " ".join(output.split())
+    assert "has a run of the task 'dlrm', and not of 'digits'; give another folder" in " ".join(output.split())
 
 
 def files(folder: Path) -> dict[str, tuple[int, str]]:
@@ -161,6 +185,7 @@ def test_cifar_100_trains_from_its_archive(tmp_path: Path) -> None:
     assert "16 samples to train and 12 to test" in output
 
 
+@pytest.mark.usefixtures("quickly_drawn")
 def test_bad_images_are_skipped_on_demand_and_counted(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (2, 12, 9, 9, 3), np.uint8)
     for name, part in zip(("train", "val"), images, strict=True):
@@ -248,6 +273,7 @@ def test_axes_choose_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
     assert measured == [8, 8, 8]
 
 
+@pytest.mark.usefixtures("quickly_drawn")
 def test_a_language_model_trains_with_its_tables_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
     code, output = run("plan", "lm1b", "--preset", "tiny", "--mesh", "data=2")
