@@ -27,7 +27,7 @@ import pytest
 stop = threading.Event()
 @pytest.mark.parametrize("options", [dict(daemon=False), dict(daemon=True, name="braidax-read"), dict(daemon=True)])
 def test_it(options):
-    threading.Thread(target=stop.wait, args=(2,), **options).start()
+    threading.Thread(target=stop.wait, args=(1,), **options).start()
 """
 
 

@@ -13,20 +13,28 @@ from tests.support.laws.pages import Pages, blocks, fresh_processes, run, strang
 from tests.support.tree import ROOT
 
 # These take longest, and what they show is tested by day where it is at home: tests/parallel, tests/data, tests/frame,
-# tests/torch, tests/gang, tests/cli. Of these pages the names and the keywords are looked at by day.
+# tests/checkpoint, tests/torch, tests/gang, tests/tune, tests/cli, tests/test_loop.py. Of these pages the names and the
+# keywords are looked at by day.
 BY_NIGHT = (
+    "docs/attribution.md",
     "docs/coming_from.md",
+    "docs/coming_from_orbax.md",
     "docs/coming_from_torchrec.md",
     "docs/coming_from_trainers.md",
     "docs/frames.md",
     "docs/images.md",
     "docs/loader.md",
+    "docs/loop.md",
     "docs/many_machines.md",
     "docs/one_to_many.md",
     "docs/own_model.md",
+    "docs/parallelize.md",
+    "docs/pipelines.md",
     "docs/servers.md",
+    "docs/sources.md",
     "docs/strategies.md",
     "docs/torch.md",
+    "docs/tuning.md",
 )
 
 

@@ -80,7 +80,12 @@ def test_the_face_is_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param("", marks=pytest.mark.slow), "import braidax.loop", "from braidax.data import open"]
+    "first",
+    [
+        pytest.param("", marks=pytest.mark.slow),
+        "import braidax.loop",
+        pytest.param("from braidax.data import open", marks=pytest.mark.slow),
+    ],
 )
 def test_a_name_is_the_same_whatever_was_imported_before(first: str) -> None:
     code = f"{first}\nimport braidax\nprint(*[type(getattr(braidax, name)).__name__ for name in braidax.__all__])"

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.tree import SRC, modules
 
 MAX_MODULES = 650  # beyond those of JAX; from compiled files each takes about half a millisecond
@@ -61,10 +63,15 @@ def effects(facts: dict[str, Any]) -> list[str]:
     return [name for name in ("threads", "backend", "config", "environment", "printed", "files") if facts[name]]
 
 
-def test_import_braidax_has_no_side_effects_and_loads_no_extra(tmp_path: Path) -> None:
-    facts = observe(tmp_path, "braidax")
-    assert effects(facts) == []
-    assert NOT_LOADED & set(facts["modules"]) == set()
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `import braidax` does."""
+    return observe(tmp_path_factory.mktemp("alone"), "braidax")
+
+
+def test_import_braidax_has_no_side_effects_and_loads_no_extra(alone: dict[str, Any]) -> None:
+    assert effects(alone) == []
+    assert NOT_LOADED & set(alone["modules"]) == set()
 
 
 def test_no_module_has_side_effects(tmp_path: Path) -> None:
@@ -87,12 +94,11 @@ def test_ranks_do_not_wait_for_jax(tmp_path: Path) -> None:
     assert result.stdout == "False\n"
 
 
-def test_import_braidax_is_quick(tmp_path: Path) -> None:
+def test_import_braidax_is_quick(alone: dict[str, Any]) -> None:
     # What takes the time is counted, not timed: a busy machine makes every import slow.
-    facts = observe(tmp_path, "braidax")
-    own = [name for name in facts["loaded"] if name.split(".")[0] not in sys.stdlib_module_names]
+    own = [name for name in alone["loaded"] if name.split(".")[0] not in sys.stdlib_module_names]
     assert {name.split(".")[0] for name in own} - {"braidax"} <= FOREIGN
-    assert 0 < len(facts["loaded"]) <= MAX_MODULES
+    assert 0 < len(alone["loaded"]) <= MAX_MODULES
 
 
 EFFECTS = {
