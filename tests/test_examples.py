@@ -39,7 +39,7 @@ EXPECTED = {
 }
 
 TOLD_TWICE = "load_explicit"  # by one process, and by two
-ALIKE = ("load_jit", "load_set_mesh", "load_equinox")  # others stand for them by day: load_explicit, load_nnx
+ALIKE = ("load_jit", "load_set_mesh", "load_equinox")  # another one stands for them by day: load_nnx
 
 Run = Callable[..., Trained]
 
@@ -77,6 +77,7 @@ def test_an_example_learns(name: str, run: Run) -> None:
     assert_learnt(run(name), name)
 
 
+@pytest.mark.slow  # a run of two processes is that of one by day, too: tests/test_trained_together.py
 def test_two_processes_learn_what_one_does(run: Run) -> None:
     found, expected = run(TOLD_TWICE, *LAUNCH), run(TOLD_TWICE)
     assert_learnt(expected, TOLD_TWICE)
@@ -160,7 +161,7 @@ def test_a_gpt_learns_from_text_and_goes_on(told: Told, tmp_path: Path) -> None:
     assert perplexities[1] < 0.7 * perplexities[0] < 0.7 * number(output, r"by guessing (\d+)")
 
 
-@pytest.mark.slow  # images are learnt from by torch's script below, resnets in tests/tasks
+@pytest.mark.slow  # resnets learn in tests/tasks, and folders of images are read in tests/data
 def test_a_resnet_learns_from_a_folder_of_images(told: Told) -> None:
     output = told("resnet_from_images.py")
     assert "360 images to train on, 40 to test on, of 4 classes: diamonds, lying, rings, standing" in output
@@ -201,6 +202,7 @@ def test_a_head_is_trained_on_a_frozen_trunk(told: Told, tmp_path: Path) -> None
         np.testing.assert_array_equal(found[name], given[name.replace("/", ".")])
 
 
+@pytest.mark.slow  # tests/torch/test_loader.py::test_a_resumed_loader_goes_on_exactly, and what torch.save keeps
 def test_a_torch_script_goes_on_amid_an_epoch(told: Told, tmp_path: Path) -> None:
     command = [sys.executable, "-u", str(ROOT / "examples/torch_images.py"), "--every", "4", "--epochs", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

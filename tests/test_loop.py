@@ -1,5 +1,6 @@
 """The loop: what it computes, that it resumes exactly, and how it ends."""
 
+import functools
 import json
 import signal
 import threading
@@ -420,6 +421,7 @@ def test_the_ids_of_the_last_batches_are_looked_at() -> None:
 IDS = {"id": np.arange(44, dtype=np.int32) * 7 % 61, "y": SAMPLES["y"] / 44}
 
 
+@functools.cache
 def _by_rows() -> Step:
     """Adam moves rows on that no batch touches: what is read of them tells which update it was read behind."""
 

@@ -10,6 +10,7 @@ import pytest
 
 from braidax.gang.launch import launch_here
 from braidax.gang.program import Program
+from tests.support.gang.forks import fork_children
 from tests.support.trained_together import train
 from tests.support.tree import ROOT
 
@@ -19,6 +20,15 @@ def test_a_run_of_two_processes_survives_a_death_and_equals_that_of_one(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")  # as tests/support/data/jax_gang.py has it
+    fork_children(
+        monkeypatch,
+        "optax",
+        "braidax.loop",
+        "braidax.parallel",
+        "braidax.gang.meeting",
+        modules=["braidax.gang.runner"],
+    )
     log = io.StringIO()
     program = Program("tests.support.trained_together", (str(tmp_path / "two"), "9"), "module", devices_per_process=2)
     assert launch_here(program, 2, restarts=1, log=log) == 0, log.getvalue()
