@@ -6,21 +6,21 @@ from collections.abc import Mapping
 import pytest
 
 BUDGET_SECONDS: dict[str, int] = {
-    "checkpoint": 40,
-    "cli": 38,
-    "comm": 80,
-    "connections": 4,
+    "checkpoint": 34,
+    "cli": 20,
+    "comm": 65,
+    "connections": 3,
     "data": 62,
-    "frame": 77,
-    "gang": 52,
-    "harness": 11,
-    "laws": 28,
+    "frame": 56,
+    "gang": 47,
+    "harness": 7,
+    "laws": 19,
     "parallel": 225,
     "program": 26,
-    "tasks": 27,
-    "torch": 8,
+    "tasks": 17,
+    "torch": 6,
     "tune": 14,
-    "tests": 26,
+    "tests": 15,
 }
 """Of all tests of a folder, one after the other, in the shares that the last whole run had; `tests` are the files that
 lie in no folder."""
