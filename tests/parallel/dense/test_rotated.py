@@ -135,13 +135,13 @@ def test_weights_that_stay_are_brought_the_samples_of_all_devices(
     found = found._replace(loss=_keyed(found.loss)) if model == "by heads" else found
     stays = bx.RotatedTensorParallel(overrides, min_bytes=0)
     strategies = {"data": stays} if mesh.startswith("8") else {"data": bx.FullySharded(min_bytes=0), "model": stays}
-    step = make_step(found, strategies, mesh, optimizer=SGD, microbatches=num_microbatches)
+    step = make_step(found, strategies, mesh, optimizer=OPTIMIZER, microbatches=num_microbatches)
     if mesh == "8 auto":
         sent = total_sent(collectives_of(step.lower().gradients.compile().as_text() or ""))
         activations, ids = 2 * 4 * BATCH * LENGTH * 16, 4 * BATCH * LENGTH  # of two layers
         assert sent["all-gather"] == 7 / 8 * (3 * activations + ids)
         assert sent["reduce-scatter"] == 7 / 8 * 2 * activations
-    assert_as_on_one_device(step, found, optimizer=SGD, num_updates=2)
+    assert_as_on_one_device(step, found, optimizer=OPTIMIZER, num_updates=2)
 
 
 def _keyed(loss: Any) -> Any:
