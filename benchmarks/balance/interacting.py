@@ -28,7 +28,7 @@ from braidax.tune.study.findings import Crossed, find
 _PAIRS = tuple(name for name, factors in PAIRS.items() if len(factors) == 2)
 _BLOCKS, _STEPS = 8, 20
 _CLAIM, _TARGET = "interaction", 0.9
-_SLOW_DISK = Limits(disk_bytes_per_second=512 << 10)
+_SLOW_DISK = Limits(disk_bytes_per_second=1 << 20)
 
 
 class LateSource(Source):
@@ -73,9 +73,9 @@ class Studied:
 
 STUDIES = {
     "digits": Studied("digits"),
-    "digits, samples come after 15 ms": Studied("digits", 0.015),
-    "digits, a disk of 512 KiB/s": Studied("digits", limits=_SLOW_DISK),
-    "digits, both": Studied("digits", 0.015, _SLOW_DISK, ("full",)),
+    "digits, samples come after 5 ms": Studied("digits", 0.005),
+    "digits, a disk of 1 MiB/s": Studied("digits", limits=_SLOW_DISK),
+    "digits, both": Studied("digits", 0.005, _SLOW_DISK, ("full",)),
     "cifar-resnet18": Studied("cifar-resnet18"),
     "imdb-bert": Studied("imdb-bert"),
 }

@@ -93,7 +93,7 @@ def test_what_is_undecided_is_neither_held_nor_missed() -> None:
 
 def test_what_runs_took_of_the_cores_is_in_the_prediction() -> None:
     """Medians: 0.12 s, 0.1 and 0.115 with one of both. That leaves 0.095, but 0.21 are more on two cores."""
-    used = [replace(run(setting, block), use=Use(0.21, 2.0, 0.0)) for block, setting in DESIGN.order()]
+    used = [replace(run(setting, block), use=Use(0.21, 2.0, 0.0, 0.0)) for block, setting in DESIGN.order()]
     (one,) = (one for one in find(DESIGN, used).crossed if one.factors == ("prefetch", "sync"))
     assert one.predicted.seconds == pytest.approx(0.105 - 0.095)
 

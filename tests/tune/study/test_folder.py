@@ -32,10 +32,13 @@ def test_runs_are_kept_and_a_line_that_was_cut_is_taken_away(tmp_path: Path) -> 
 
 
 def test_a_run_keeps_what_it_took_of_the_cores_and_one_without_is_read() -> None:
-    used = replace(run(0), use=Use(core_seconds=0.4, num_cores=2.0, waited_seconds=0.01))
+    used = replace(run(0), use=Use(core_seconds=0.4, num_cores=2.0, saving_seconds=0.1, waited_seconds=0.01))
     assert Run.from_line(used.to_line(), "here") == used
     assert '"use"' not in run(0).to_line()
-    for strange, words in ((Use(-1.0, 2.0, 0.0), "a number that is no time"), (Use(0.4, 0.0, 0.0), "it has no cores")):
+    for strange, words in (
+        (Use(-1.0, 2.0, 0.0, 0.0), "a number that is no time"),
+        (Use(0.4, 0.0, 0.0, 0.0), "it has no cores"),
+    ):
         with pytest.raises(ArgumentError, match=rf"here has .*{words}"):
             Run.from_line(replace(used, use=strange).to_line(), "here")
 

@@ -70,12 +70,20 @@ def test_the_loop_is_exposed_once() -> None:
     ],
 )
 def test_a_checkpoint_is_waited_for_by_what_the_rest_is_shorter(compute: float, expected: float) -> None:
-    written = spent({"compute": 10.0, "snapshot stall": 8.0}, Use(10.0, 2.0, waited_seconds=6.0))
+    written = spent({"compute": 10.0, "snapshot stall": 8.0}, Use(10.0, 2.0, saving_seconds=8.0, waited_seconds=6.0))
     other = spent({"compute": compute})
     found = predicted(NOTHING, ("checkpoint", written), ("prefetch", other))
     assert (found.seconds, found.lanes["snapshot stall"]) == (expected, expected)
     found = predicted(NOTHING, ("checkpoint", Spent(written.lanes)), ("prefetch", other))
     assert found.seconds == 0.0  # of a run that was kept without, it is not known
+
+
+def test_a_step_takes_at_least_what_its_checkpoint_does() -> None:
+    written = spent({"compute": 10.0}, Use(10.0, 2.0, saving_seconds=9.0, waited_seconds=0.0))
+    found = predicted(NOTHING, ("checkpoint", written), ("prefetch", spent({"compute": 7.0})))
+    assert (found.seconds, found.lanes["snapshot stall"]) == (2.0, 2.0)  # 7 were left, and it is under way for 9
+    found = predicted(NOTHING, ("checkpoint", written), ("prefetch", spent({"compute": 9.5})))
+    assert found.seconds == 0.0
 
 
 def test_reading_ahead_is_waited_for_by_what_the_rest_is_shorter() -> None:
@@ -93,10 +101,10 @@ def test_stages_leave_nothing_to_sync() -> None:
 
 
 def test_cores_do_no_more_than_there_is() -> None:
-    nothing = spent({"compute": 10.0, "data wait": 4.0}, Use(20.0, 2.0, 0.0))
+    nothing = spent({"compute": 10.0, "data wait": 4.0}, Use(20.0, 2.0, 0.0, 0.0))
     alone: dict[Factor, Spent] = {
-        "prefetch": spent({"compute": 10.0}, Use(20.0, 2.0, 0.0)),
-        "sync": spent({"compute": 7.0, "data wait": 4.0}, Use(18.0, 2.0, 0.0)),
+        "prefetch": spent({"compute": 10.0}, Use(20.0, 2.0, 0.0, 0.0)),
+        "sync": spent({"compute": 7.0, "data wait": 4.0}, Use(18.0, 2.0, 0.0, 0.0)),
     }
     found = predict_interactions(nothing, alone)["prefetch", "sync"]
     assert (found.seconds, found.lanes["compute"]) == (2.0, 2.0)  # 7 were left, but 18 on 2 cores are 9

@@ -108,6 +108,7 @@ def test_runs_note_what_they_took_of_the_cores_and_what_was_waited_for(studied: 
         assert run.use.num_cores == usable_cores()
         assert run.use.core_seconds > 0
         assert run.use.waited_seconds <= run.lanes["snapshot stall"] + 1e-9
+        assert (run.use.saving_seconds > 0) == (run.setting.checkpoint_every is not None)
 
 
 def _events(path: Path) -> list[dict[str, Any]]:

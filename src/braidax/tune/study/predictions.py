@@ -50,7 +50,8 @@ def predict_interactions(nothing: Spent, alone: Mapping[Factor, Spent]) -> dict[
     - *Prefetch takes away the wait that is there*: beside a factor what that one leaves of it, not what `nothing` has.
     - *Who works in the background has as long as the rest of a step takes.* A wait for reading ahead, or for a
       checkpoint that is copied or written, is shorter by what the other factor adds to the rest, and longer by what
-      it takes off; by no more than its own length, as more is not known of it.
+      it takes off; by no more than its own length, as more is not known of it. But one checkpoint is under way at a
+      time: a step takes at least what copying and writing take of it.
     - *Stages sum behind the last microbatch*, whatever `sync` says: it changes nothing there.
     - *Cores do no more than there is.* What two factors make the cores do adds up as well. A step takes at least that
       work by the number of cores, however well all is hidden.
@@ -59,7 +60,7 @@ def predict_interactions(nothing: Spent, alone: Mapping[Factor, Spent]) -> dict[
 
     **Returns:** the interaction of each pair of factors in `alone`, in the order of `FACTORS`.
     """
-    factors = [factor for factor in FACTORS if factor in alone]
+    factors: list[Factor] = [factor for factor in FACTORS if factor in alone]
     return {pair: _predicted(pair, nothing, alone) for pair in itertools.combinations(factors, 2)}
 
 
@@ -81,8 +82,9 @@ def _predicted(pair: tuple[Factor, Factor], nothing: Spent, alone: Mapping[Facto
         if factor == "checkpoint" and spent.use is not None:
             longer = _without(found, "snapshot stall") - _without(spent.lanes, "snapshot stall")
             found["snapshot stall"] -= _shift(spent.use.waited_seconds, longer)
+            found["snapshot stall"] += max(0.0, spent.use.saving_seconds - math.fsum(found.values()))
     found["compute"] += max(0.0, _least_seconds(pair, nothing, alone) - math.fsum(found.values()))
-    lanes = {lane: found[lane] - added[lane] for lane in LANES}
+    lanes: dict[Lane, float] = {lane: found[lane] - added[lane] for lane in LANES}
     return Predicted(math.fsum(lanes.values()), lanes)
 
 

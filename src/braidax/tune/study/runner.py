@@ -182,7 +182,7 @@ class _Bench:
         trace = merge_traces([part for part, _ in told])
         run = to_run(block, setting, trace, length)
         core_seconds = math.fsum(seconds for _, seconds in told)
-        use = Use(core_seconds, self._num_cores, waited_seconds(trace, length))
+        use = Use(core_seconds, self._num_cores, *saving_seconds(trace, length))
         return replace(run, use=use), trace
 
     def leave(self) -> None:
@@ -254,15 +254,16 @@ def to_run(block: int, setting: Setting, trace: Trace, length: Length) -> Run:
     return Run(block, setting, counted.step_seconds, counted.mean(), tuple(step.seconds for step in steps))
 
 
-def waited_seconds(trace: Trace, length: Length) -> float:
-    """Returns how long devices had nothing to do, a step, as the loop waited for a checkpoint in the background.
+def saving_seconds(trace: Trace, length: Length) -> tuple[float, float]:
+    """Returns how long a checkpoint was copied or written, a step, and for how much of that the loop kept devices idle.
 
     The rest of the lane `snapshot stall` is the saver's own work. Of several processes all wait for the slowest.
     """
-    waited = [0.0]
+    saved, waited = [0.0], [0.0]
     for process in recorded(trace.spans).values():
         ends = [step.end for step in process.steps]
         start, end = ends[length.num_warm - 1], ends[length.num_warm + length.num_counted - 1]
-        waits = both(process.loop.get("snapshot stall", []), process.saving)
-        waited.append(total(within(without(waits, process.busy), start, end)) / length.num_counted)
-    return max(waited)
+        waits = without(both(process.loop.get("snapshot stall", []), process.saving), process.busy)
+        saved.append(total(within(process.saving, start, end)) / length.num_counted)
+        waited.append(total(within(waits, start, end)) / length.num_counted)
+    return max(saved), max(waited)

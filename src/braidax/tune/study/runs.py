@@ -17,11 +17,13 @@ class Use:
     """What a step takes besides its time, on average.
 
     **Fields:** `core_seconds`: of all cores, by all processes that train. `num_cores`: that these may use.
-    `waited_seconds`: in which devices had nothing to do, as the loop waited for a checkpoint to be copied or written.
+    `saving_seconds`: in which a checkpoint was copied or written. `waited_seconds`: of these, in which devices had
+    nothing to do, as the loop waited for that.
     """
 
     core_seconds: float
     num_cores: float
+    saving_seconds: float
     waited_seconds: float
 
 
@@ -62,7 +64,7 @@ class Run:
             steps = tuple(float(one) for one in found["steps"])
             seconds = float(found["step_seconds"])
             use = None if found.get("use") is None else Use(**{name: float(one) for name, one in found["use"].items()})
-            used = () if use is None else (use.core_seconds, use.num_cores, use.waited_seconds)
+            used = () if use is None else asdict(use).values()
             if not all(math.isfinite(one) and one >= 0 for one in (seconds, *lanes.values(), *steps, *used)):
                 raise ValueError("it has a number that is no time")
             if use is not None and not use.num_cores:
