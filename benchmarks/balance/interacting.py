@@ -1,9 +1,9 @@
 """`interaction`: which pairs of overlaps are in each other's way, predicted from the runs of each alone.
 
 Studies of a few cases at the sizes of `braidax study --quick`, four pairs of overlaps each. The digits are studied
-again with samples that come late, as from a store, with a disk that the kernel holds to a rate, and with both, then in
-all six pairs: a machine whose cores are all that is ever waited for has few pairs that interact. Two dozen intervals
-are looked at, of which one of 95 % would miss by accident, so those pairs count whose interaction has the same sign in
+again with samples that come late, as from a store, and, in all six pairs, with these and a disk that the kernel holds
+to a rate: a machine whose cores are all that is ever waited for has few pairs that interact. Two dozen intervals are
+looked at, of which one of 95 % would miss by accident, so those pairs count whose interaction has the same sign in
 each of 8 blocks (99 %). The claim is for which share of these that sign was predicted. Beside it stands who says the
 commoner sign of all pairs.
 """
@@ -28,7 +28,8 @@ from braidax.tune.study.findings import Crossed, find
 _PAIRS = tuple(name for name, factors in PAIRS.items() if len(factors) == 2)
 _BLOCKS, _STEPS = 8, 20
 _CLAIM, _TARGET = "interaction", 0.9
-_SLOW_DISK = Limits(disk_bytes_per_second=1 << 20)
+_LATE_SECONDS = 0.015
+_SLOW_DISK = Limits(disk_bytes_per_second=256 << 10)
 
 
 class LateSource(Source):
@@ -73,9 +74,8 @@ class Studied:
 
 STUDIES = {
     "digits": Studied("digits"),
-    "digits, samples come after 5 ms": Studied("digits", 0.005),
-    "digits, a disk of 1 MiB/s": Studied("digits", limits=_SLOW_DISK),
-    "digits, both": Studied("digits", 0.005, _SLOW_DISK, ("full",)),
+    "digits, late samples": Studied("digits", _LATE_SECONDS),
+    "digits, late samples and a slow disk": Studied("digits", _LATE_SECONDS, _SLOW_DISK, ("full",)),
     "cifar-resnet18": Studied("cifar-resnet18"),
     "imdb-bert": Studied("imdb-bert"),
 }

@@ -12,7 +12,7 @@ NOTHING = {"compute": 10.0}
 
 def spent(lanes: Mapping[str, float], use: Use | None = None) -> Spent:
     """Returns a step of these seconds, with nothing in the other lanes."""
-    return Spent(dict.fromkeys(LANES, 0.0) | lanes, use)
+    return Spent({**dict.fromkeys(LANES, 0.0), **lanes}, use)
 
 
 def predicted(nothing: Mapping[str, float], one: tuple[Factor, Spent], other: tuple[Factor, Spent]) -> Predicted:
