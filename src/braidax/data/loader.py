@@ -241,9 +241,9 @@ class DataLoader:
         """Yields the batches from a cursor to the epoch `end`, each with the cursor behind it; others are in flight."""
         from braidax.data.fetching import several
 
-        knobs = self._knobs
-        fetch = Fetch(self._plan, threads=self._threads, trace=self.trace, hedge_seconds=knobs.hedge_seconds)
-        rounds = None if self._group is None else self._begin(self._group, cursor, knobs.timeout_seconds)
+        self._plan.find_devices()
+        fetch = Fetch(self._plan, threads=self._threads, trace=self.trace, hedge_seconds=self._knobs.hedge_seconds)
+        rounds = None if self._group is None else self._begin(self._group, cursor, self._knobs.timeout_seconds)
         coming: deque[tuple[Cursor, Cursor, Batch | Part]] = deque()
         made: deque[tuple[Cursor, Any]] = deque()  # the next one too, where devices exchange: under the step
         num_made = 2 if self._plan.reshard.members else 1

@@ -120,6 +120,13 @@ def expected_shardings(mesh: Mesh, batch: dict[str, Any], specs: dict[str, Any])
     return jax.tree.leaves(full)
 
 
+def test_no_thread_is_the_first_to_ask_for_the_devices_of_a_mesh() -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("a",))
+    plan = plan_load({"x": jax.ShapeDtypeStruct((4, 3), np.float32)}, mesh, P("a"))
+    plan.find_devices()
+    assert "by_index" in vars(plan.leaves[0])
+
+
 @settings(max_examples=25)
 @given(case=cases(), max_rows=st.integers(1, 50))
 def test_every_shard_is_the_slice_that_numpy_takes(case: tuple[Any, Mesh, Any], max_rows: int) -> None:

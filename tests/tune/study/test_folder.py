@@ -31,6 +31,17 @@ def test_runs_are_kept_and_a_line_that_was_cut_is_taken_away(tmp_path: Path) -> 
     assert StudyFolder(tmp_path / "s", ABOUT).runs == (run(0), run(1))
 
 
+def test_nothing_of_a_killed_study_is_among_the_checkpoints_of_the_next_one(tmp_path: Path) -> None:
+    folder = StudyFolder(tmp_path / "s", ABOUT)
+    left = tmp_path / "s" / "scratch" / "run" / "step-00000002"
+    left.mkdir(parents=True)
+    with folder.scratch() as scratch:
+        assert not left.exists()
+        left.mkdir(parents=True)  # by a process that has not ended yet
+        assert list(scratch.iterdir()) == []
+    assert not (tmp_path / "s" / "scratch").exists()
+
+
 def test_a_run_keeps_what_it_took_of_the_cores_and_one_without_is_read() -> None:
     used = replace(run(0), use=Use(core_seconds=0.4, num_cores=2.0, saving_seconds=0.1, waited_seconds=0.01))
     assert Run.from_line(used.to_line(), "here") == used

@@ -172,6 +172,14 @@ class LoadPlan:
         views = {bounds: leaf.slice(memory, bounds, place=place, room=room) for bounds in leaf.slices}
         return next(iter(views.values())) if self.placement == "host" else _array_of(leaf, views)
 
+    def find_devices(self) -> None:
+        """Has JAX find the devices of its meshes that are here, before threads make arrays.
+
+        It does so when it is first asked, and two threads that asked at once were seen to end the process.
+        """
+        if self.placement == "devices":
+            _ = [leaf.by_index for leaf in self.leaves]
+
     def local_rows(self) -> NDArray[np.bool_]:
         """Returns which rows of a batch this process reads something of, `[batch_size]`."""
         found = np.zeros(self.batch_size, np.bool_)

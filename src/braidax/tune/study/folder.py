@@ -4,7 +4,9 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -78,11 +80,19 @@ class StudyFolder:
             trace.save(part)
             part.replace(path)
 
-    def scratch(self) -> Path:
-        """Returns the folder for checkpoints, which nobody keeps."""
+    @contextlib.contextmanager
+    def scratch(self) -> Generator[Path]:
+        """Makes an empty folder for checkpoints, and takes it away: nobody keeps them.
+
+        What a killed study has left goes first. A process of it that has not ended yet has a folder of its own.
+        """
         path = self.path / _SCRATCH
+        shutil.rmtree(path, ignore_errors=True)
         path.mkdir(exist_ok=True)
-        return path
+        try:
+            yield Path(tempfile.mkdtemp(dir=path)).absolute()
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
     def write(self, name: str, data: bytes) -> Path:
         """Writes a file that is made of runs, in place of the one before.

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Generator
@@ -86,10 +85,8 @@ def run_study(
         return
     with contextlib.ExitStack() as stack:
         confined = stack.enter_context(Confined(limits, folder.path))
-        stack.callback(shutil.rmtree, folder.scratch(), ignore_errors=True)
-        given = ranks.Begin(
-            case, place, confined.confinement, folder.scratch().absolute(), _cache(folder).absolute(), design.seed
-        )
+        scratch, cache = stack.enter_context(folder.scratch()), _cache(folder).absolute()
+        given = ranks.Begin(case, place, confined.confinement, scratch, cache, design.seed)
         gang = stack.enter_context(_started(place, limits))
         _Session(gang, given, folder, design, tell, _num_cores(limits)).measure(missing)
 
