@@ -179,6 +179,12 @@ def test_axes_that_leave_a_host_have_the_slower_link() -> None:
     assert found.seconds[0] == pytest.approx(2 + 40 + 10 + 12 + 1.5)
 
 
+@pytest.mark.parametrize(("kind", "seconds"), [(DATA, 1200 / 50 + 2 * 0.25), (FULLY_SHARDED, 1800 / 100 + 3 * 0.5)])
+def test_gradients_that_are_summed_whole_have_a_link_of_their_own(kind: int, seconds: float) -> None:
+    cluster = Cluster(4, 1e9, LINK, sums=Link(50.0, 0.25, 0.0))
+    assert predict(one((4, 1), (kind, UNUSED)), WORK, cluster).seconds[0] == pytest.approx(2 + seconds)
+
+
 def test_what_products_hide_does_not_count() -> None:
     found = predict(one((4, 1), (DATA, UNUSED)), WORK, Cluster(4, 1e9, Link(100.0, 0.5, 1.0)))
     assert found.seconds[0] == pytest.approx(2 + 13 - 2)
@@ -227,7 +233,14 @@ def test_no_devices_and_no_samples_are_refused(name: str) -> None:
 
 def test_a_cluster_survives_json_and_refuses_what_is_none() -> None:
     cluster = Cluster(
-        8, 1e12, LINK, between=Link(5.0), devices_per_host=4, memory_bytes=9, overheads=Overheads(1e-3, 2e-3, 5e9)
+        8,
+        1e12,
+        LINK,
+        between=Link(5.0),
+        devices_per_host=4,
+        memory_bytes=9,
+        overheads=Overheads(1e-3, 2e-3, 5e9),
+        sums=LINK,
     )
     assert Cluster.from_json(cluster.to_json()) == cluster
     with pytest.raises(ArgumentError, match="text is no cluster"):

@@ -43,7 +43,8 @@ class Cluster:
 
     **Arguments:** `devices`: how many. `flops_per_second`: of one, in products of matrices. `inside`: the link between
     devices of a host. `between`: that of one device to another host; None: as `inside`. `devices_per_host`: None: all.
-    `memory_bytes`: of a device, if that limits. `overheads`: what a step takes besides.
+    `memory_bytes`: of a device, if that limits. `overheads`: what a step takes besides. `sums`: the link as gradients
+    are summed over it inside a host, where that is slower than to gather; None: as `inside`.
 
     **Raises:** `ArgumentError` for what is no such number.
     """
@@ -55,6 +56,7 @@ class Cluster:
     devices_per_host: int | None = None
     memory_bytes: int | None = None
     overheads: Overheads = Overheads()
+    sums: Link | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self, "devices", "flops_per_second", "devices_per_host", "memory_bytes")
@@ -69,7 +71,7 @@ class Cluster:
         try:
             tree: dict[str, Any] = json.loads(text)
             links: dict[str, Any] = {
-                name: Link(**tree[name]) for name in ("inside", "between") if tree.get(name) is not None
+                name: Link(**tree[name]) for name in ("inside", "between", "sums") if tree.get(name) is not None
             }
             parts: dict[str, Any] = {**links, "overheads": Overheads(**tree.get("overheads", {}))}
             return cls(**{**tree, **parts})

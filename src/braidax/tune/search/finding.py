@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from braidax.errors import ArgumentError, SpecError
-from braidax.parallel import DataParallel, PipelinedStep, Plan, Step, Strategy, measure_machine, parallelize
+from braidax.parallel import DataParallel, Link, PipelinedStep, Plan, Step, Strategy, measure_machine, parallelize
 from braidax.parallel.plan.costs.machine import in_time, scaled
 from braidax.parallel.plan.planned.stages import PlannedPipeline
 from braidax.parallel.plan.text import table
@@ -27,6 +28,7 @@ from .workload import Workload, workload
 
 AnyStep = Step | PipelinedStep
 _SHOWN, _WARM, _ROUNDS = 10, 2, 8
+_LEAST_SUMMED, _MOST_SUMMED = 1 << 20, 1 << 26
 _LEAST_SECONDS = 1e-6  # of gradients, where the clock says less
 
 
@@ -175,12 +177,35 @@ def _here(
     rate = work.flops / max(seconds - updates[0], _LEAST_SECONDS) / shared
     touching = max(work.touched_bytes, 1.0) / (updates[1] if spread else updates[0] * shared)
     overheads = Overheads(each * shared, update_bytes_per_second=touching)
-    cluster = Cluster(count, max(rate, 1.0), all_of_them.collective("data"), overheads=overheads)
+    link = all_of_them.collective("data")
+    sums = replace(_sums(devices, work.variable_bytes - work.frozen_bytes), hidden=link.hidden) if count > 1 else None
+    cluster = Cluster(count, max(rate, 1.0), link, overheads=overheads, sums=sums)
     if not found:
         return cluster
     expected = predict(Candidates(np.array([[count]]), np.array([[DATA]]), np.array([1]), ("data",)), work, cluster)
     rest = max(0.0, found[0] - float(expected.seconds[0])) / NUM_PROGRAMS
     return replace(cluster, overheads=replace(overheads, program_seconds=rest))
+
+
+def _sums(devices: Sequence[Any], num_bytes: float) -> Link:
+    """Measures how long gradients of so many bytes take to be summed over all devices."""
+    mesh, count = jax.make_mesh((len(devices),), ("data",), devices=devices), len(devices)
+    spec = PartitionSpec("data")
+    summed = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=spec, out_specs=spec))
+    sizes = 1, int(min(max(num_bytes, _LEAST_SUMMED), _MOST_SUMMED)) // 4
+    zeros = [
+        jax.device_put(np.zeros(count * size, np.float32), jax.sharding.NamedSharding(mesh, spec)) for size in sizes
+    ]
+    taken: list[list[float]] = [[], []]
+    for turn in range(_WARM + _ROUNDS):
+        for place, given in enumerate(zeros):
+            start = time.perf_counter()
+            jax.block_until_ready(summed(given))
+            if turn >= _WARM:
+                taken[place].append(time.perf_counter() - start)
+    least, most = map(statistics.median, taken)
+    sent = 2 * 4 * (sizes[1] - sizes[0]) * (count - 1) / count
+    return Link(sent / max(most - least, _LEAST_SECONDS), least / 2)  # there are two messages to a sum
 
 
 def _update_seconds(step: Step) -> float:

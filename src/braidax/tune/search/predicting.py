@@ -7,9 +7,12 @@ import numpy as np
 
 from .candidates import Candidates
 from .cluster import Cluster
-from .roles import FULLY_SHARDED, HALVED, HYBRID, INTERLEAVED, ROTATED, STAGES, TENSOR
+from .roles import DATA, FULLY_SHARDED, HALVED, HYBRID, INTERLEAVED, ROTATED, STAGES, TENSOR
 from .splitting import Splits, along
 from .workload import Workload
+
+SUMMED = (DATA, HYBRID)
+"""Roles of axes over which gradients are summed whole."""
 
 NUM_PROGRAMS = 2.0
 """Of a step without stages: gradients, and apply."""
@@ -45,10 +48,11 @@ def predict(many: Candidates, work: Workload, cluster: Cluster) -> Predicted:
     for axis in reversed(range(len(many.axes))):
         size, kind = laid.sizes[:, axis], many.kinds[:, axis]
         here, count = _sent(many, work, laid, axis)
-        link, far = (cluster.inside, cluster.between or cluster.inside), inner * size > per_host
-        rate = np.where(far, link[1].bytes_per_second, link[0].bytes_per_second)
-        latency = np.where(far, link[1].latency_seconds, link[0].latency_seconds)
-        hidden = np.where(far, link[1].hidden, link[0].hidden) * (kind != TENSOR)
+        links = [cluster.between or cluster.inside, cluster.sums or cluster.inside, cluster.inside]
+        taken = [inner * size > per_host, np.isin(kind, SUMMED), np.ones(len(size), bool)]
+        rate = np.select(taken, [link.bytes_per_second for link in links])
+        latency = np.select(taken, [link.latency_seconds for link in links])
+        hidden = np.select(taken, [link.hidden for link in links]) * (kind != TENSOR)
         seconds = here / rate + count * latency
         one_way = work.cut_bytes / laid.parts / many.microbatches / rate + latency
         waits = np.where(np.isin(kind, STAGES), 2 * (size - 1) * one_way, 0.0)  # the first one, and the last one back
