@@ -11,7 +11,7 @@ commoner sign of all pairs.
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class Studied:
 
     case: str
     late_seconds: float = 0.0
-    limits: Limits = Limits()  # noqa: RUF009 (it is frozen)
+    limits: Limits = field(default_factory=Limits)
     pairs: tuple[str, ...] = _PAIRS
 
 

@@ -44,7 +44,7 @@ def measure_tuned(report: Report, *, quick: bool) -> None:
         ):
             mix = _found(report, case.name, measure, quick=quick)
             best = _best_of_grid(measure, _space(quick=quick), num_steps=2 if quick else 20) if name == _GRID else {}
-            others = {name: peer for name, peer in _ALONE.items() if peer != mix and not quick}
+            others = {} if quick else {told: peer for told, peer in _ALONE.items() if peer != mix}
             _compare(report, case.name, measure, {_OURS: mix, **others, **best}, rounds=1 if quick else 8)
         where = f"tuned, {case.name}"
         if others:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from braidax.tune.study import FACTORS
+
 HERE = Path(__file__).parent
 PAGE = HERE.with_suffix(".md")
 CASES = ("digits", "cifar-resnet18", "imdb-bert", "imagenet-resnet18")
-FACTORS = ("prefetch", "checkpoint", "sync", "pipeline")
 LANES = ("data wait", "dispatch", "snapshot stall", "persist interference", "bubble", "compute")
 _NOTHING, _ALL_ON = "nothing", " + ".join(FACTORS)
 _SPOT = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -80,7 +81,7 @@ def _lanes(found: dict[str, Found]) -> str:
 
 def _setting(one: Found, label: str) -> Found:
     """Returns what was measured of a setting."""
-    return next(each for each in one["settings"] if set(each["label"].split(" + ")) == set(label.split(" + ")))
+    return next(each for each in one["settings"] if each["label"] == label)
 
 
 def _estimate(one: Found) -> str:

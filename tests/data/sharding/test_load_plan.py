@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from braidax.data import DataLoader
+from braidax.data.fetching import several
+from braidax.data.fetching.fetch import Fetch
 from braidax.data.fetching.slots import Slots
 from braidax.data.sharding import load_plan
 from braidax.data.sharding.load_plan import LoadPlan, plan_load, replicate_on_device
@@ -120,11 +123,20 @@ def expected_shardings(mesh: Mesh, batch: dict[str, Any], specs: dict[str, Any])
     return jax.tree.leaves(full)
 
 
-def test_no_thread_is_the_first_to_ask_for_the_devices_of_a_mesh() -> None:
+def test_no_thread_is_the_first_to_ask_for_the_devices_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("a",))
-    plan = plan_load({"x": jax.ShapeDtypeStruct((4, 3), np.float32)}, mesh, P("a"))
-    plan.find_devices()
-    assert "by_index" in vars(plan.leaves[0])
+    begun = list[bool]()
+    begin = several.begin
+
+    def noted(fetch: Fetch, *given: Any, **options: Any) -> Any:
+        begun.append(all("by_index" in vars(leaf) for leaf in fetch._plan.leaves))
+        return begin(fetch, *given, **options)
+
+    monkeypatch.setattr(several, "begin", noted)
+    with DataLoader({"x": np.zeros((8, 3), np.float32)}, mesh, P("a"), batch_size=4) as loader:
+        next(iter(loader))
+    assert begun
+    assert all(begun)
 
 
 @settings(max_examples=25)

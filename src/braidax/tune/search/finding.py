@@ -29,7 +29,7 @@ from .workload import Workload, workload
 AnyStep = Step | PipelinedStep
 _SHOWN, _WARM, _ROUNDS = 10, 2, 8
 _LEAST_SUMMED, _MOST_SUMMED = 1 << 20, 1 << 26
-_LEAST_SECONDS = 1e-6  # of gradients, where the clock says less
+_LEAST_SECONDS = 1e-6  # of what is a difference of two times
 
 
 @dataclass(frozen=True)
@@ -196,14 +196,7 @@ def _sums(devices: Sequence[Any], num_bytes: float) -> Link:
     zeros = [
         jax.device_put(np.zeros(count * size, np.float32), jax.sharding.NamedSharding(mesh, spec)) for size in sizes
     ]
-    taken: list[list[float]] = [[], []]
-    for turn in range(_WARM + _ROUNDS):
-        for place, given in enumerate(zeros):
-            start = time.perf_counter()
-            jax.block_until_ready(summed(given))
-            if turn >= _WARM:
-                taken[place].append(time.perf_counter() - start)
-    least, most = map(statistics.median, taken)
+    least, most = map(statistics.median, _in_turns([functools.partial(summed, given) for given in zeros]))
     sent = 2 * 4 * (sizes[1] - sizes[0]) * (count - 1) / count
     return Link(sent / max(most - least, _LEAST_SECONDS), least / 2)  # there are two messages to a sum
 
@@ -214,12 +207,13 @@ def _update_seconds(step: Step) -> float:
     args, _ = update.args_info
     compiled = update.compile()
     zeros = jax.tree.map(lambda info: np.zeros(info.shape, info.dtype), args)
-    given, taken = list(jax.device_put(zeros, compiled.input_shardings[0])), list[float]()
-    for turn in range(_WARM + _ROUNDS):
-        start = time.perf_counter()
-        given[:3] = jax.block_until_ready(compiled(*given))  # it gives these up
-        if turn >= _WARM:
-            taken.append(time.perf_counter() - start)
+    given = list(jax.device_put(zeros, compiled.input_shardings[0]))
+
+    def updated() -> Any:
+        given[:3] = compiled(*given)  # it gives these up
+        return given
+
+    (taken,) = _in_turns([updated])
     return statistics.median(taken)
 
 
@@ -262,11 +256,21 @@ def _seconds(steps: Sequence[AnyStep], batch: Any) -> list[list[float]]:
     """Runs steps in turns on a batch of zeros. **Returns:** the seconds of each."""
     zeros = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), batch)
     states = [step.init(jax.random.key(0)) for step in steps]
-    taken: list[list[float]] = [[] for _ in steps]
+
+    def updated(place: int) -> Any:
+        states[place], metrics = steps[place].update(states[place], zeros)
+        return states[place], metrics
+
+    return _in_turns([functools.partial(updated, place) for place in range(len(steps))])
+
+
+def _in_turns(calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
+    """Calls functions in turns, and waits for what they return. **Returns:** the seconds of each."""
+    taken: list[list[float]] = [[] for _ in calls]
     for turn in range(_WARM + _ROUNDS):
-        for place, step in enumerate(steps):
+        for place, call in enumerate(calls):
             start = time.perf_counter()
-            states[place], _ = jax.block_until_ready(step.update(states[place], zeros))
+            jax.block_until_ready(call())
             if turn >= _WARM:
                 taken[place].append(time.perf_counter() - start)
     return taken

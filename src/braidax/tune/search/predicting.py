@@ -145,7 +145,7 @@ def _memory(many: Candidates, work: Workload, laid: _Laid) -> Any:
     """
     own, given, kept = _kept(work, laid)
     pieces, share = many.microbatches, _in_tables(work, laid)
-    part = 1 - laid.gathered + laid.gathered / laid.sharded
+    part = _part(laid)
     tables = (laid.tables + work.state_bytes * share) / laid.by_rows
     rows = np.where(laid.by_rows > 1, 4 * work.row_bytes / laid.parts, 0.0)
     activations = work.activation_bytes / laid.parts / laid.tensor.activations / pieces * _in_flight(many, laid.stages)
@@ -160,8 +160,12 @@ def _memory(many: Candidates, work: Workload, laid: _Laid) -> Any:
 def _touched(work: Workload, laid: _Laid) -> Any:
     """Returns the bytes that a device reads and writes in an update. Of tables by rows these are few: none."""
     _, given, kept = _kept(work, laid)
-    part = 1 - laid.gathered + laid.gathered / laid.sharded
-    return (3 * given + 2 * kept) * part / laid.stages
+    return (3 * given + 2 * kept) * _part(laid) / laid.stages
+
+
+def _part(laid: _Laid) -> Any:
+    """Returns which part of what could be sharded lies on a device."""
+    return 1 - laid.gathered + laid.gathered / laid.sharded
 
 
 def _kept(work: Workload, laid: _Laid) -> tuple[Any, Any, Any]:
