@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, StackDataset, Subset, TensorDatase
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
+from braidax.data.formats.arrays.arrays import from_arrays
 from braidax.errors import ArgumentError, MissingExtra, RecordError, WaitTimeout
 from braidax.torch import DataLoader
 from braidax.torch import order as order_module
@@ -674,6 +675,26 @@ def test_threads_that_fetch_whole_batches_are_judged_by_two_of_each(monkeypatch:
         tempo.fetched(64)
         seen.append(tempo.limit)
     assert seen == [1, 4, 4, 4, 4, 4, 4, 4, 4, 16]
+
+
+def test_no_more_threads_are_tried_while_all_cores_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0, computed=0.0)
+    monkeypatch.setattr("braidax.torch.tempo.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("braidax.torch.tempo.time.process_time", lambda: clock.computed)
+    monkeypatch.setattr("braidax.torch.tempo.usable_cores", lambda: 4)
+    tempo, seen = Tempo(None, 4), list[int]()
+    for cores in [3.5] * 8 + [1.0] * 8:
+        clock.now, clock.computed = clock.now + 0.1, clock.computed + 0.1 * cores
+        tempo.fetched(64)
+        seen.append(tempo.limit)
+    assert seen == [4] * 15 + [16]
+
+
+def test_a_source_begins_with_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("braidax.torch.tensors.usable_cores", lambda: 3)
+    numbers = from_arrays({"x": np.arange(8)})
+    limits = [DataLoader(data)._tempo.limit for data in (numbers, numbers[2:5], [1, 2])]  # pyright: ignore[reportPrivateUsage]
+    assert limits == [3, 3, 1]
 
 
 def test_a_period_with_nothing_to_fetch_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

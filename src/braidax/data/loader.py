@@ -252,7 +252,7 @@ class DataLoader:
         try:
             while True:
                 if len(coming) + len(made) <= most:
-                    far = several.how_far(self.source, self._plan, self._knobs, self._prefetch, rounds, num_begun=num)
+                    far = several.how_far(self.source, self._plan, self._knobs, self._prefetch, num_begun=num)
                     fetch.resize(threads=self._threads, prefetch=far.in_flight, read_bytes=self._knobs.read_bytes)
                     most = far.in_flight + num_made - far.at_once
                     while len(coming) + len(made) <= most and (end is None or ahead.epoch < end):

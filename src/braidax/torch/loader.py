@@ -13,7 +13,7 @@ from braidax.torch.library import consumer_modes, pinning, torch_library
 from braidax.torch.order import Order, RankSampler, SampledOrder, Stream
 from braidax.torch.passes import ProcessPass, Progress, StreamPass, ThreadOptions, ThreadPass
 from braidax.torch.tempo import Tempo
-from braidax.torch.tensors import columns_of
+from braidax.torch.tensors import columns_of, first_threads
 
 _LASTING = frozenset({"dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "persistent_workers"})
 
@@ -86,7 +86,7 @@ class DataLoader:
         elif sampler is not None:
             self._order = SampledOrder(self.batch_sampler, sampler) if self._batched else SampledOrder(sampler)
         self._latest: Progress | None = None
-        self._tempo = Tempo(threads)
+        self._tempo = Tempo(threads, first_threads(dataset))
         self._feed = _Feed()
         self._gathered: GatheredItems | None = None  # what the latest epoch was gathered by
         self._workers: Any = None

@@ -2,20 +2,23 @@
 
 import time
 
+from braidax.cores import usable_cores
+
 _MAX_THREADS = 64
 _FACTOR = 4  # so many times the threads are tried next
 _GAIN = 1.2  # and kept if samples come that much faster
 _PERIOD_SECONDS = 0.02
 _UNIT_SECONDS = 2e-4  # what a thread takes at a time: enough to drown the cost of taking it
 _FIRST_WAIT, _LAST_WAIT = 16, 1024  # periods until more threads are tried again
+_FULL = 0.8  # of the cores: where this process computes on so many, no more threads are tried
 
 
 class Tempo:
     """Counts what threads fetch and finds how many of them are worth while.
 
     Code that waits (for a disk, a server) gains from many threads, code that computes without the GIL from as many as
-    there are cores, code that holds the GIL from none. Which it is shows in the rate alone, so the rate decides. Not
-    safe for threads: the caller holds a lock.
+    there are cores, code that holds the GIL from none. Which it is shows in the rate, so the rate decides; where all
+    cores compute already, no more threads are tried. Not safe for threads: the caller holds a lock.
 
     **Arguments:** `threads`: how many, if the user said so. `limit`: how many to begin with otherwise.
     """
@@ -50,7 +53,8 @@ class Tempo:
         if seconds >= _PERIOD_SECONDS and self._num_takes >= 2 * self.limit:
             self._rate = self._count / seconds
             if not self._fixed:
-                self._adapt(self._rate)
+                computed = time.process_time() - self._computed
+                self._adapt(self._rate, is_full=computed >= _FULL * usable_cores() * seconds)
             self._restart()
 
     def idle(self) -> None:
@@ -59,14 +63,15 @@ class Tempo:
 
     def _restart(self) -> None:
         self._count, self._num_takes, self._since = 0, 0, time.perf_counter()
+        self._computed = time.process_time()  # seconds of all threads
 
-    def _adapt(self, rate: float) -> None:
+    def _adapt(self, rate: float, *, is_full: bool) -> None:
         if self._before is not None and rate < _GAIN * self._before[1]:
             self.limit, self._before = self._before[0], None
             self._wait, self._next_wait = self._next_wait, min(2 * self._next_wait, _LAST_WAIT)
         elif self._before is not None or self._wait <= 1:
             self._before = None
-            if self.limit < _MAX_THREADS:
+            if self.limit < _MAX_THREADS and not is_full:
                 self._before, self.limit = (self.limit, rate), min(_FACTOR * self.limit, _MAX_THREADS)
         else:
             self._wait -= 1

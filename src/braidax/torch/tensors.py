@@ -5,6 +5,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.cores import usable_cores
 from braidax.data.source import Source, read_samples
 from braidax.torch.gathering import Table
 from braidax.torch.hugging_face import table_of
@@ -27,6 +28,12 @@ def columns_of(dataset: Any) -> Table | None:
         own = (kind.__getitem__, kind.__getitems__) != (Source.__getitem__, Source.__getitems__)
         return None if own or not _is_fixed(dataset.sample_spec) else _Samples(dataset)
     return table_of(dataset)
+
+
+def first_threads(dataset: Any) -> int:
+    """Returns by how many threads to begin: for a `braidax.data.Source`, which computes without the GIL, by as many as
+    there are cores."""
+    return usable_cores() if Source in type(dataset).__mro__ else 1
 
 
 class _Tensors:

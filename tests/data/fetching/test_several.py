@@ -214,11 +214,9 @@ def test_who_is_read_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         np.save(tmp_path / f"b{number}.npy", np.zeros((64, 256), np.float32))
     quick = data.open(tmp_path / "a.npy")
 
-    def at_once(
-        source: Any, batch_size: int = 8, num_begun: int = 10**4, rounds: Any = None, **options: Any
-    ) -> several.Ahead:
+    def at_once(source: Any, batch_size: int = 8, num_begun: int = 10**4, **options: Any) -> several.Ahead:
         loader = DataLoader(source, batch_size=batch_size, **options)
-        return several.how_far(loader.source, loader._plan, loader.knobs, loader._prefetch, rounds, num_begun=num_begun)
+        return several.how_far(loader.source, loader._plan, loader.knobs, loader._prefetch, num_begun=num_begun)
 
     assert at_once(quick) == (8, 24)
     assert at_once(data.open(str(tmp_path / "b*.npy"))) == (8, 24)
@@ -241,11 +239,7 @@ def test_who_is_read_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     large = np.zeros((8, 1 << 20), np.uint8)
     assert at_once(from_arrays({"x": large}), 2) == (4, 12)
     assert at_once(from_arrays({"x": large}), 5) == (1, 2)
-    assert [at_once(from_arrays({"x": large}), 1, num).at_once for num in (0, 31, 32, 63, 64, 127, 128)] == [
-        1, 1, 2, 2, 4, 4, 8
-    ]  # fmt: skip
-    several_processes = "of which one would wait for the other"
-    assert [at_once(from_arrays({"x": large}), 1, num, several_processes).at_once for num in (0, 127, 128)] == [4, 4, 8]
+    assert [at_once(from_arrays({"x": large}), 1, num).at_once for num in (0, 127, 128)] == [4, 4, 8]
 
 
 @pytest.mark.parametrize(("form", "before"), [("arrow", 8), ("parquet", 1), ("csv", 8)])
@@ -261,9 +255,7 @@ def test_tables_are_read_several_at_once_when_all_of_them_is_there(tmp_path: Pat
     loader = DataLoader(path, batch_size=100, seed=3)
 
     def at_once() -> int:
-        return several.how_far(
-            loader.source, loader._plan, loader.knobs, loader._prefetch, None, num_begun=10**4
-        ).at_once
+        return several.how_far(loader.source, loader._plan, loader.knobs, loader._prefetch, num_begun=10**4).at_once
 
     assert at_once() == before
     found = [{name: np.asarray(leaf) for name, leaf in batch.items()} for batch in loader]

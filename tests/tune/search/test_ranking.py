@@ -69,7 +69,7 @@ STAGED = WORK._replace(cut_bytes=160, most_stages=8)
     [
         # half of the variables all-reduced, of the other half rows of 10 bytes a device there and back
         ((4, 1), (HYBRID, UNUSED), 1, 2 + (600 + 15) / 100 + 2, 1600 + 300 + 40 + 1600, 615),
-        ((2, 2), (HYBRID, TENSOR), 1, 2 + 2.2 + 2 + 0.8 + 2, 800 + 600 + 80 + 1600, 220 + 80),
+        ((2, 2), (HYBRID, TENSOR), 1, 2 + 2.2 + 2 + 0.8 + 2, 800 + 300 + 80 + 1600, 220 + 80),
         # five microbatches' time for two of them; twice 80 bytes over each of three borders, there and back
         ((4, 1), (ONE_EACH, UNUSED), 2, 2 * 5 / 2 + 2 * 3 * (0.8 + 0.5), 800 + 3200 / 4 * 2, 2 * 160 * 3 / 4),
         ((4, 1), (HALVED, UNUSED), 8, 2 * 9 / 8 + 8 * 2 * 0.5 + 2.4, 800 + 800, 240),
@@ -167,6 +167,10 @@ def test_roles_that_a_loss_has_no_use_for_are_not_offered() -> None:
     assert (is_stage.sum(1) <= 1).all()
     assert ((kinds == HYBRID).sum(1) <= 1).all()
     assert not ((kinds == HYBRID).any(1) & (kinds == DATA).any(1)).any()
+    rows_at, whole_at = ((kinds == one).argmax(1) for one in (HYBRID, FULLY_SHARDED))
+    both = (kinds == HYBRID).any(1) & (kinds == FULLY_SHARDED).any(1)
+    assert both.any()
+    assert (rows_at < whole_at)[both].all()
     assert (pieces[is_stage.any(1)] > 1).all()
     interleaved = (kinds == INTERLEAVED).any(1)
     assert (pieces[interleaved] % np.where(kinds == INTERLEAVED, sizes, 1).prod(1)[interleaved] == 0).all()
@@ -207,6 +211,23 @@ def test_all_meshes_are_there_once(devices: int) -> None:
     assert meshes == set(triples)
     parts = np.where(many.kinds == TENSOR, 1, many.sizes).prod(1)
     assert (48 % (parts * many.microbatches) == 0).all()
+
+
+def test_order_of_axes_and_one_axis_in_two_count_once() -> None:
+    sizes = [[2, 2], [4, 1], [2, 2], [2, 2], [4, 1], [4, 1]]
+    kinds = [[DATA, DATA], [DATA, UNUSED], [DATA, TENSOR], [TENSOR, DATA], [DATA, UNUSED], [TENSOR, UNUSED]]
+    found = Candidates(np.array(sizes), np.array(kinds), np.array([1, 1, 1, 1, 2, 1]), ("data", "model")).distinct()
+    assert found.sizes.tolist() == [sizes[at] for at in (1, 2, 4, 5)]
+    assert found.kinds.tolist() == [kinds[at] for at in (1, 2, 4, 5)]
+    assert found.microbatches.tolist() == [1, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("between", "per_host", "has"),
+    [(None, 2, False), (LINK, 2, False), (Link(7.0), 8, False), (Link(7.0), None, False), (Link(7.0), 2, True)],
+)
+def test_hosts_count_where_their_link_is_another_one(between: Link | None, per_host: int | None, has: bool) -> None:
+    assert Cluster(8, 1e9, LINK, between, per_host).has_two_links == has
 
 
 def test_the_fastest_that_fits_wins_and_says_why() -> None:

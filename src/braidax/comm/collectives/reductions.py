@@ -49,12 +49,13 @@ def all_reduce(rank: int, hosts: Sequence[int], num_bytes: int, element_bytes: i
     """
     size = len(hosts)
     own, out = Part(OWN, 0, num_bytes), Part(OUT, 0, num_bytes)
-    if size == 2 and num_bytes <= _SMALL_BYTES:
-        return _exchange(rank, own, out)
-    plan = Planning(rank, size)
     groups = _by_host(hosts)
+    has_two_levels = 1 < len(groups) < size
+    if 1 < size <= _DIRECT_MEMBERS and num_bytes <= _SMALL_BYTES and not has_two_levels:
+        return _directly(rank, size, own, out)
+    plan = Planning(rank, size)
     everybody = Members(range(size), rank)
-    if 1 < len(groups) < size:
+    if has_two_levels:
         _two_levels(plan, groups, own, out, element_bytes)
     else:
         _all_reduce(plan, everybody, own, out, element_bytes)
@@ -102,13 +103,22 @@ def reduce(rank: int, size: int, num_bytes: int, element_bytes: int, root: int) 
     return plan.done()
 
 
-def _exchange(rank: int, own: Part, out: Part) -> Schedule:
-    """Reduces a small array with the only other member, in one message each way."""
-    plan = Planning(rank, 2, carried=own, expected_bytes=own.num_bytes)
-    other = plan.hear()
-    plan.wait(plan.opening_sent)
-    first, second = (own, other) if rank == 0 else (other, own)  # so that both get the same bits
-    plan.reduce(out, first, second)
+def _directly(rank: int, size: int, own: Part, out: Part) -> Schedule:
+    """Reduces small arrays, which each member sends to all others, in one round."""
+    plan = Planning(rank, size, carried=own, expected_bytes=own.num_bytes)
+    others = [(rank + distance) % size for distance in range(1, size)]
+    coming = {peer: plan.receive_headed(peer, own.num_bytes) for peer in others[-2::-1]}
+    sent = [plan.opening_sent, *(plan.send_headed(peer, own) for peer in others[1:])]
+    arrays = {rank: own, others[-1]: plan.hear()}
+    for peer, (ticket, incoming) in coming.items():
+        plan.wait(ticket)
+        arrays[peer] = incoming
+    plan.wait(*sent)  # `out` may be what is sent
+    total, sums = arrays[0], plan.scratch(own.num_bytes if size > 2 else 0)
+    for peer in range(1, size):  # in one order, so that all get the same bits
+        to = out if peer == size - 1 else sums
+        plan.reduce(to, total, arrays[peer])
+        total = to
     return plan.done()
 
 

@@ -16,6 +16,7 @@
 
 #define RUN_TAG_BITS 44      /* of messages, see MAX_TAG */
 #define RUN_SECONDS 1e-3     /* of spinning at least, with others let in between: to wake costs more than most runs */
+#define SPARE_BYTES (1 << 20) /* of scratch memory that is kept at most: to allocate it anew takes as long as a message */
 
 struct Run {
     Run *next;
@@ -25,6 +26,7 @@ struct Run {
     const char *head;
     Py_buffer own, out;
     char *places[NUM_PLACES], *scratch;
+    size_t scratch_bytes, max_tickets; /* that there is memory for */
     uint64_t tag;
     size_t position;   /* of the step that is next */
     size_t num_open;   /* requests that have not ended */
@@ -132,14 +134,61 @@ static void advance_all(Worker *self) {
 
 /* Runs: with the GIL */
 
+static void keep_scratch(Runs *runs, void *scratch, size_t num_bytes) {
+    if (num_bytes > SPARE_BYTES || num_bytes <= runs->spare_bytes) return free(scratch);
+    free(runs->spare_scratch);
+    runs->spare_scratch = scratch, runs->spare_bytes = num_bytes;
+}
+
+static int take_scratch(Runs *runs, Run *run, size_t num_bytes) {
+    void *scratch = runs->spare_scratch;
+    run->scratch_bytes = runs->spare_bytes;
+    if (num_bytes <= runs->spare_bytes) {
+        runs->spare_scratch = NULL, runs->spare_bytes = 0;
+    } else if (posix_memalign(&scratch, SCRATCH_ALIGNMENT, run->scratch_bytes = num_bytes)) {
+        return PyErr_NoMemory(), -1;
+    }
+    run->scratch = scratch;
+    return 0;
+}
+
+/* Returns a run that is all zero but for what it has memory for. */
+static Run *take_run(Runs *runs, size_t num_tickets) {
+    size_t num_bytes = sizeof(Run) + num_tickets * sizeof(Request), max_tickets = num_tickets;
+    Run *run = runs->spare;
+    if (run && num_tickets <= run->max_tickets) {
+        max_tickets = run->max_tickets;
+        runs->spare = NULL;
+        memset(run, 0, num_bytes);
+    } else if (!(run = calloc(1, num_bytes))) {
+        return PyErr_NoMemory(), NULL;
+    }
+    run->max_tickets = max_tickets;
+    return run;
+}
+
+static void keep_run(Runs *runs, Run *run) {
+    if (runs->spare && run->max_tickets <= runs->spare->max_tickets) return free(run);
+    free(runs->spare);
+    runs->spare = run;
+}
+
+/* To be called when no more runs follow. */
+static void free_spares(Runs *runs) {
+    free(runs->spare);
+    free(runs->spare_scratch);
+    runs->spare = NULL, runs->spare_scratch = NULL, runs->spare_bytes = 0;
+}
+
 static void free_run(Run *run) {
+    Runs *runs = &run->worker->runs;
     if (run->own.obj) PyBuffer_Release(&run->own);
     if (run->out.obj) PyBuffer_Release(&run->out);
     Py_XDECREF(run->operation);
     Py_XDECREF(run->schedule_object);
     Py_XDECREF(run->head_object);
-    free(run->scratch);
-    free(run);
+    if (run->scratch) keep_scratch(runs, run->scratch, run->scratch_bytes);
+    keep_run(runs, run);
 }
 
 static void free_runs(Run **list) {
@@ -249,10 +298,8 @@ static int hold_places(Run *run, PyObject *own, PyObject *out) {
         !is_aligned(&run->out, schedule))
         return PyErr_SetString(PyExc_ValueError, "these are not the arrays of the schedule"), -1;
     size_t num_bytes = (size_t)schedule->sizes[SCRATCH];
-    void *scratch = NULL;
-    if (num_bytes && posix_memalign(&scratch, SCRATCH_ALIGNMENT, num_bytes)) return PyErr_NoMemory(), -1;
-    run->scratch = scratch;
-    run->places[OWN] = run->own.buf, run->places[OUT] = run->out.buf, run->places[SCRATCH] = scratch;
+    if (num_bytes && take_scratch(&run->worker->runs, run, num_bytes) < 0) return -1;
+    run->places[OWN] = run->own.buf, run->places[OUT] = run->out.buf, run->places[SCRATCH] = run->scratch;
     run->is_large = schedule->sizes[OWN] > LARGE_BYTES || schedule->sizes[OUT] > LARGE_BYTES;
     return 0;
 }
@@ -272,8 +319,8 @@ static Run *new_run(Worker *self, uint64_t tag, PyObject *const *arguments) {
         return PyErr_SetString(PyExc_ValueError, "no schedule, or no head"), NULL;
     Schedule *schedule = (Schedule *)schedule_object;
     if (schedule->max_peer >= (int64_t)self->runs.num_peers) return PyErr_SetString(PyExc_ValueError, "no such peer"), NULL;
-    Run *run = calloc(1, sizeof(Run) + schedule->num_tickets * sizeof(Request));
-    if (!run) return PyErr_NoMemory(), NULL;
+    Run *run = take_run(&self->runs, schedule->num_tickets);
+    if (!run) return NULL;
     run->worker = self;
     run->schedule = schedule;
     run->tag = tag;

@@ -48,6 +48,9 @@ typedef struct { /* the runs of a worker, and what they need of it */
     PyObject *disagreed, *operation_type;
     Run *running, *over, *left_over; /* the last ones have failed, and a peer may know their memory still */
     size_t num_large;                /* messages and runs whose copies take time */
+    Run *spare;                      /* memory of a run that is over, for the next one */
+    void *spare_scratch;             /* the same of scratch memory, and its bytes */
+    size_t spare_bytes;
 } Runs;
 
 static PyTypeObject *schedule_type;

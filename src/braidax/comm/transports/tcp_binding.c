@@ -411,6 +411,7 @@ static void worker_end(Worker *self) {
     free_runs(&self->runs.running);
     free_runs(&self->runs.over);
     free_runs(&self->runs.left_over);
+    free_spares(&self->runs);
     for (Request *request; (request = self->freed); free(request)) self->freed = request->next;
     for (Frame *frame; (frame = self->free_frames); free(frame)) self->free_frames = frame->next;
     for (Message *message; (message = self->free_messages); free(message))

@@ -673,6 +673,7 @@ static void worker_end(Worker *self, double seconds) {
     free_runs(&self->runs.running);
     free_runs(&self->runs.over);
     free_runs(&self->runs.left_over);
+    free_spares(&self->runs);
     self->ended = NULL;
     self->ended_end = &self->ended;
     while ((request = self->freed)) {

@@ -16,8 +16,7 @@ from braidax.data.sharding.load_plan import LoadPlan
 from braidax.data.source import Source, is_at_hand
 
 _MOST_BYTES = 8 << 20  # of batches that are read at once
-_FIRST_BYTES = 1 << 20  # at the beginning of a pass: to touch memory first takes longer than to fill it
-_FIRST_BYTES_OF_PROCESSES = 4 << 20  # of several ones, which all wait for what one has not read
+_FIRST_BYTES = 4 << 20  # at the beginning of a pass: to touch memory first takes longer than to fill it
 _SHARE = 16  # of what a pass has read, as much is read at once
 _MOST = 8
 _STRETCHES = 3  # in flight: two that are read, one that is used
@@ -33,17 +32,13 @@ class Ahead(NamedTuple):
     in_flight: int
 
 
-def how_far(
-    source: Source, plan: LoadPlan, knobs: Knobs, prefetch: int, rounds: Rounds | None, *, num_begun: int
-) -> Ahead:
+def how_far(source: Source, plan: LoadPlan, knobs: Knobs, prefetch: int, *, num_begun: int) -> Ahead:
     """Returns how far a loader runs ahead now.
 
-    **Arguments:** `prefetch`: batches in flight, where each is read by itself. `rounds`: of several processes.
-    `num_begun`: batches of this pass.
+    **Arguments:** `prefetch`: batches in flight, where each is read by itself. `num_begun`: batches of this pass.
     """
     num_bytes = max(plan.at_once.num_bytes, 1)
-    first = _FIRST_BYTES if rounds is None else _FIRST_BYTES_OF_PROCESSES
-    at_once = min(_MOST_BYTES, max(first, num_begun * num_bytes // _SHARE)) // num_bytes
+    at_once = min(_MOST_BYTES, max(_FIRST_BYTES, num_begun * num_bytes // _SHARE)) // num_bytes
     most = min(_MOST, 1 << at_once.bit_length() >> 1)  # a power of two: each growth is memory anew
     if most < 2 or not plan.at_once.stacks or knobs.hedge_seconds == 0 or not is_at_hand(source):
         return Ahead(1, prefetch)
@@ -57,8 +52,8 @@ def begin(
 ) -> list[tuple[Cursor, Cursor, Batch | Part]]:
     """Begins to fetch the next batches, of one epoch. **Returns:** where each starts, the place behind it, the batch.
 
-    **Arguments:** `rounds`: as of `how_far`. `cursor`: a settled one. `at_once`: how many, as far as the epoch has full
-    ones.
+    **Arguments:** `rounds`: of several processes. `cursor`: a settled one. `at_once`: how many, as far as the epoch has
+    full ones.
     """
     at_once = min(at_once, (order.num_samples - cursor.position) // order.batch_size)
     cursors = [cursor]

@@ -38,6 +38,15 @@ class Candidates(NamedTuple):
         found: dict[str, Strategy] = {name: ROLES[int(kind)].make() for name, kind in kinds if kind != UNUSED}
         return found or {"data": DataParallel()}
 
+    def distinct(self) -> "Candidates":
+        """Returns those that differ where all axes have the same link: there neither their order counts, nor whether
+        one axis is two of the same role. Of equals the one with the fewest axes stays."""
+        roles = [np.where(self.kinds == role, self.sizes, 1).prod(1) for role in range(len(ROLES))]
+        fewest_first = np.argsort((self.sizes > 1).sum(1), kind="stable")
+        _, first = np.unique(np.stack([*roles, self.microbatches], 1)[fewest_first], axis=0, return_index=True)
+        kept = np.sort(fewest_first[first])
+        return Candidates(self.sizes[kept], self.kinds[kept], self.microbatches[kept], self.axes)
+
 
 def factorizations(count: int, num_axes: int) -> list[tuple[int, ...]]:
     """Returns all ways to write a count as an ordered product."""

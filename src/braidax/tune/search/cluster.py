@@ -61,6 +61,12 @@ class Cluster:
     def __post_init__(self) -> None:
         _check_positive(self, "devices", "flops_per_second", "devices_per_host", "memory_bytes")
 
+    @property
+    def has_two_links(self) -> bool:
+        """Whether messages take longer between hosts than inside one."""
+        per_host = self.devices if self.devices_per_host is None else self.devices_per_host
+        return self.between not in (None, self.inside) and per_host < self.devices
+
     def to_json(self) -> str:
         """Returns the figures as one JSON object."""
         return json.dumps(asdict(self))

@@ -27,7 +27,7 @@ from .roles import DATA
 from .workload import Workload, workload
 
 AnyStep = Step | PipelinedStep
-_SHOWN, _WARM, _ROUNDS = 10, 2, 8
+_SHOWN, _WARM, _ROUNDS = 10, 2, 16
 _LEAST_SUMMED, _MOST_SUMMED = 1 << 20, 1 << 26
 _LEAST_SECONDS = 1e-6  # of what is a difference of two times
 
@@ -132,7 +132,8 @@ def search(
         cluster = _here(functools.partial(_made, loss_fn, optimizer, given), alone, work, given["batch"], used)
     if memory_bytes is not None:
         cluster = replace(cluster, memory_bytes=memory_bytes)
-    ranked = rank(candidates(cluster.devices, num_samples, offered=work.offered), work, cluster)
+    many = candidates(cluster.devices, num_samples, offered=work.offered)
+    ranked = rank(many if cluster.has_two_links else many.distinct(), work, cluster)
     if not is_here:
         return Found(ranked, (), ranked.order[0])
     tried: list[Tried] = []
@@ -167,24 +168,31 @@ def _here(
     beside all others, and what a microbatch, and a program of all of them, takes besides: a data-parallel step takes as
     long as is predicted."""
     num_samples, count = jax.tree.leaves(batch)[0].shape[0], len(devices)
-    pieces = next((some for some in (4, 2) if num_samples % some == 0), 1)
+    where = devices if num_samples % count == 0 else devices[:1]
+    pieces = next((some for some in (4, 2) if num_samples % (some * len(where)) == 0), 1)
     all_of_them, one = measure_machine(jax.make_mesh((count,), ("data",), devices=devices)), measure_machine(alone.mesh)
     shared = one.flops_per_second / all_of_them.flops_per_second
-    spread = [made(devices, 1)] if count > 1 and num_samples % count == 0 else []
-    updates = [_update_seconds(step) for step in [alone, *spread]]
-    seconds, longer, *found = map(statistics.median, _seconds([alone, made(devices[:1], pieces), *spread], batch))
-    each = max(0.0, longer - seconds) / max(1, pieces - 1)
-    rate = work.flops / max(seconds - updates[0], _LEAST_SECONDS) / shared
-    touching = max(work.touched_bytes, 1.0) / (updates[1] if spread else updates[0] * shared)
-    overheads = Overheads(each * shared, update_bytes_per_second=touching)
+    spread = made(where, 1) if len(where) > 1 else alone
+    seconds, whole, longer = map(statistics.median, _seconds([alone, spread, made(where, pieces)], batch))
+    rate = work.flops / max(seconds - _update_seconds(alone), _LEAST_SECONDS) / shared
+    beside = 1.0 if len(where) > 1 else shared
+    update = beside * _update_seconds(spread)
+    each = beside * max(0.0, longer - whole) / max(1, pieces - 1)
     link = all_of_them.collective("data")
     sums = replace(_sums(devices, work.variable_bytes - work.frozen_bytes), hidden=link.hidden) if count > 1 else None
-    cluster = Cluster(count, max(rate, 1.0), link, overheads=overheads, sums=sums)
-    if not found:
+
+    def cluster_of(update: float, program_seconds: float = 0.0) -> Cluster:
+        updated = max(work.touched_bytes, 1.0) / max(update, _LEAST_SECONDS)
+        return Cluster(count, max(rate, 1.0), link, overheads=Overheads(each, program_seconds, updated), sums=sums)
+
+    cluster = cluster_of(update)
+    if len(where) == 1:
         return cluster
     expected = predict(Candidates(np.array([[count]]), np.array([[DATA]]), np.array([1]), ("data",)), work, cluster)
-    rest = max(0.0, found[0] - float(expected.seconds[0])) / NUM_PROGRAMS
-    return replace(cluster, overheads=replace(overheads, program_seconds=rest))
+    missing = whole - float(expected.seconds[0])
+    if missing < 0:  # by itself an update waits until it is dispatched, which gradients hide in a step
+        return cluster_of(update + missing)
+    return cluster_of(update, missing / NUM_PROGRAMS)
 
 
 def _sums(devices: Sequence[Any], num_bytes: float) -> Link:

@@ -146,7 +146,7 @@ def _memory(many: Candidates, work: Workload, laid: _Laid) -> Any:
     own, given, kept = _kept(work, laid)
     pieces, share = many.microbatches, _in_tables(work, laid)
     part = _part(laid)
-    tables = (laid.tables + work.state_bytes * share) / laid.by_rows
+    tables = (laid.tables + work.state_bytes * share) / laid.by_rows / laid.tensor.variables
     rows = np.where(laid.by_rows > 1, 4 * work.row_bytes / laid.parts, 0.0)
     activations = work.activation_bytes / laid.parts / laid.tensor.activations / pieces * _in_flight(many, laid.stages)
     in_tables = np.minimum((work.table_bytes - laid.tables) / laid.tensor.variables, own * laid.rings)

@@ -52,12 +52,14 @@ def is_one_to_try(mesh: tuple[int, ...], roles: tuple[int, ...], offered: Offere
     """Returns whether axes of these sizes may have these roles.
 
     One axis at most is a ring, one tensor parallel, one for rows of tables, and one of stages. Beside an axis for rows
-    another one for samples would be for rows too.
+    another one for samples would be for rows too, and behind one that shards everything there would be no table left.
     """
     stages = [(size, role) for size, role in zip(mesh, roles, strict=True) if role in STAGES]
     if max(roles.count(ROTATED), roles.count(TENSOR), roles.count(HYBRID), len(stages)) > 1:
         return False
     if HYBRID in roles and (DATA in roles or not offered.tables):
+        return False
+    if HYBRID in roles and FULLY_SHARDED in roles[: roles.index(HYBRID)]:
         return False
     return all(size * (2 if role == INTERLEAVED else 1) <= offered.most_stages for size, role in stages)
 
