@@ -7,6 +7,7 @@ on the current thread; without one it costs a context-variable look-up and nothi
 
 import contextlib
 import gzip
+import itertools
 import json
 import threading
 import time
@@ -14,6 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -25,6 +27,7 @@ are dispatched, or a program is computed while it is called."""
 
 _MAX_SPANS = 20_000  # about 5 MB
 _MAX_NOTES = 256  # which are counted at once: a lock and a total take as long as all else of a note
+_LANE_OF, _SECONDS_OF, _BYTES_OF = itemgetter(0), itemgetter(4), itemgetter(5)
 _Plain = tuple[str, str, str, float, float, int, str]  # a span; making a `Span` takes longer than noting one
 
 
@@ -95,7 +98,16 @@ class Trace:
 
     def note(self, lane: str, name: str, start: float, num_bytes: int) -> None:
         """Adds what began at `start` (`time.perf_counter`) and ends now on this thread; as `timed`, and quicker."""
-        self.spanned(lane, name, start, time.perf_counter() - start, num_bytes)
+        seconds = time.perf_counter() - start
+        try:
+            thread = self._of_thread.name
+        except AttributeError:
+            thread = self._of_thread.name = threading.current_thread().name
+        notes = self._notes
+        notes.append((lane, name, thread, start, seconds, num_bytes, ""))
+        if len(notes) >= _MAX_NOTES:
+            with self._lock:
+                self._take_notes()
 
     def spanned(
         self, lane: str, name: str, start: float, seconds: float, num_bytes: int, *, inner_seconds: float = 0.0
@@ -151,11 +163,12 @@ class Trace:
         taken = [notes.popleft() for _ in range(len(notes))]
         self._spans.extend(taken)
         totals = self._totals
-        for lane, _, _, _, seconds, num_bytes, _ in taken:
+        for lane, of_lane in itertools.groupby(taken, _LANE_OF):  # most notes come of one lane in a row
+            several = list(of_lane)
             total = totals[lane]
-            total.num_spans += 1
-            total.seconds += seconds
-            total.num_bytes += num_bytes
+            total.num_spans += len(several)
+            total.seconds += sum(map(_SECONDS_OF, several))
+            total.num_bytes += sum(map(_BYTES_OF, several))
 
     @property
     def spans(self) -> list[Span]:

@@ -3,6 +3,7 @@
 A message is read where it lies when it arrives, so that memory that is changed too early shows in the result.
 """
 
+import functools
 import random
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -128,6 +129,20 @@ def test_all_reduce(size: int, count: int, hosts: str, in_place: bool, seed: int
     Network(schedules, own, out, seed).run(np.int64)
     for found in out:
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_small_arrays_are_reduced_in_one_round_and_all_get_the_same_bits(size: int) -> None:
+    schedules = [reductions.all_reduce(rank, [0] * size, 4 * 24, 4) for rank in range(size)]
+    for schedule in schedules:
+        kinds = [step.kind for step in schedule.steps]
+        waits = kinds.index(Kind.WAIT)
+        assert kinds.count(Kind.SEND) == kinds[:waits].count(Kind.SEND) == size - 1
+        assert kinds.count(Kind.RECEIVE) == kinds[:waits].count(Kind.RECEIVE) == size - 1
+    own = list(np.random.default_rng(size).normal(size=(size, 24)).astype(np.float32))
+    out = [np.zeros_like(each) for each in own]
+    Network(schedules, own, out, size).run(np.float32)
+    assert {each.tobytes() for each in out} == {functools.reduce(np.add, own).tobytes()}
 
 
 @settings(max_examples=15, deadline=None)
