@@ -44,7 +44,7 @@ _MEASURE_HELP = "Measure what the devices here compute and send; rotated and ful
 _MEMORY_HELP = "GB of a device that variables may take, with --measure; all of a step, with --search."
 _SEARCH_HELP = "Search for the mesh and the strategies with which a step is shortest."
 _CLUSTER_HELP = "With --search: a JSON file that says what devices compute and send that are not here."
-_TRIES_HELP = "With --search: how many candidates are compiled and run here."
+_TRIES_HELP = "With --search: how many candidates are compiled, and on the devices that are here also run."
 _EVERY_HELP = "Steps between checkpoints."
 _TUNE_HELP = "Turn knobs while it trains, for speed or safe; checkpoints are as far apart as that asks for."
 _PATH_HELP = "Samples: a file, folder, pattern or URL; checkpoints: a folder; or machine, where there is no such path."
@@ -196,13 +196,13 @@ def _plan(
         from braidax.cli.search import Search
         from braidax.cli.search import search as find
 
-        if mesh or strategy or target or measure or json:
+        if mesh or strategy or measure or json:
             raise typer.BadParameter(
-                "it says mesh and strategies itself; leave out --mesh, --strategy, --target, --measure, --json",
+                "it says mesh and strategies itself; leave out --mesh, --strategy, --measure, --json",
                 param_hint="--search",
             )
         made = make_task(task, Path("runs") / task, path=data, preset=preset, image_size=image_size)
-        find(made, batch_size, Search(devices, cluster, memory_gb, tries))
+        find(made, batch_size, Search(devices, cluster, target, memory_gb, tries))
         return
     on = devices_of(mesh, strategy)
     check_target(on.strategies, target)

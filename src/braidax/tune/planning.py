@@ -19,6 +19,7 @@ def plan(
     init: Callable[..., Any],
     batch: Any,
     cluster: "Cluster | None" = None,
+    target: str | None = None,
     memory_bytes: int | None = None,
     measure: int = 3,
     devices: Sequence[Any] | None = None,
@@ -31,11 +32,14 @@ def plan(
     are run, in turns.
 
     **Arguments:** `loss_fn`, `optimizer`, `init`, `batch`: as of `parallelize`. `cluster`: devices that need not be
-    here, of which nothing is run; None: those that are, which are measured. `memory_bytes`: of a device, at most.
-    `measure`: how many candidates are compiled and run here, 1 or more. `devices`: of JAX, some of those here; None:
+    here, of which nothing is run; None: those that are, which are measured. `target`: what the compiler of the cluster
+    calls that, as `Step.compile_for` takes it: the best are compiled by it, which says their memory, all but those with
+    stages; None: nothing is compiled for a cluster. `memory_bytes`: of a device, at most.
+    `measure`: how many candidates are compiled, and here also run, 1 or more. `devices`: of JAX, some of those here; None:
     all. `tell`: is told what is being done, since compiling takes its time.
 
-    **Returns:** the winner and all others; `print` shows them. **Raises:** `ArgumentError` when a limit cannot be met.
+    **Returns:** the winner and all others; `print` shows them. **Raises:** `ArgumentError` when a limit cannot be met,
+    and for a target that is none, or has another number of devices than the cluster; `MissingExtra`.
     """
     if measure < 1:
         raise ArgumentError(f"measure={measure}: expected how many candidates are compiled and run, 1 or more")
@@ -43,16 +47,15 @@ def plan(
         raise ArgumentError(f"memory_bytes={memory_bytes}: expected a size in bytes, such as 16 << 30")
     from braidax.program import specs_of
 
-    from .search.finding import search  # who reads plans only needs none of what a search imports
+    from .search.finding import Where, search  # who reads plans only needs none of what a search imports
 
     given = {"init": init, "batch": specs_of(batch)}
     return search(
         loss_fn,
         optimizer,
         given,
-        cluster=cluster,
+        Where(cluster, devices, target),
         memory_bytes=memory_bytes,
         measure=measure,
-        devices=devices,
         tell=tell,
     )

@@ -34,3 +34,5 @@ def test_a_cluster_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_what_does_not_go_with_it_is_refused() -> None:
     code, output = run("--mesh", "data=2")
     assert (code, "leave out --mesh" in output) == (2, True)
+    code, output = run("--target", "h100:8")
+    assert (code, "give --cluster FILE, too" in output) == (2, True)

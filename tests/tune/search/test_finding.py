@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 import pytest
 
@@ -13,7 +14,7 @@ from braidax.tune import Cluster, Found, plan
 from braidax.tune.search import finding
 from braidax.tune.search.candidates import candidates
 from braidax.tune.search.ranking import rank
-from braidax.tune.search.roles import HYBRID, ONE_EACH
+from braidax.tune.search.roles import HYBRID, ONE_EACH, STAGES
 from braidax.tune.search.workload import workload
 from tests.support.parallel.dense.models import MODELS
 from tests.support.parallel.models import specs
@@ -60,7 +61,7 @@ def test_stages_and_rows_are_candidates_of_a_loss_that_has_a_use_for_them(compil
         at = next(at for at in ranked.order if role in ranked.many.kinds[at])
         if role not in compiled:  # test_planned_pipeline.py has what stages hold
             continue
-        on = cluster, jax.devices()[:2]
+        on = cluster, jax.devices()[:2], "here"
         tried = finding._compiled(model.loss, optimizer, given, ranked, at, on)  # pyright: ignore[reportPrivateUsage]
         assert tried.fits, tried.why
         assert tried.step is not None
@@ -73,6 +74,36 @@ def test_devices_that_are_not_here_are_not_compiled() -> None:
     assert (far.tried, far.plan) == ((), None)
     assert bx.tune.Cluster is Cluster
     assert bx.plan is plan
+
+
+@pytest.mark.usefixtures("aot")
+def test_the_best_are_compiled_for_a_machine_that_is_not_here() -> None:
+    eight = Cluster(8, 1e12, Link(1e11, 5e-6))
+    found = plan(MODEL.loss, optax.adam(1e-3), cluster=eight, target="h100:8", measure=1, **GIVEN)
+    (tried,) = found.tried
+    assert tried.fits
+    whole = [at for at in found.ranked.order if not np.isin(found.ranked.many.kinds[at], STAGES).any()]
+    assert tried.at == found.at == whole[0]
+    assert tried.step is not None
+    assert tried.memory_bytes == tried.step.compile_for("h100:8").peak_bytes > 0  # pyright: ignore[reportAttributeAccessIssue]
+    assert (tried.taken, found.plan) == ((), tried.step.plan)
+    assert str(found).splitlines()[3].endswith("wins")
+    with pytest.raises(ArgumentError, match=r"^measure=1: none of these could be run \(.*too large when compiled\)"):
+        plan(
+            MODEL.loss,
+            optax.adam(1e-3),
+            cluster=eight,
+            target="h100:8",
+            memory_bytes=int(min(found.ranked.predicted.memory_bytes[at] for at in whole)) + 1,
+            measure=1,
+            **GIVEN,
+        )
+
+
+def test_a_target_of_another_size_is_refused() -> None:
+    for options, told in (({"cluster": FAR}, "the cluster 4,096"), ({}, "no cluster is given")):
+        with pytest.raises(ArgumentError, match=rf"^target='here', which has 8 devices, and {told}: expected cluster="):
+            plan(MODEL.loss, optax.adam(1e-3), target="here", **options, **GIVEN)
 
 
 def test_limits_that_cannot_be_met_name_the_nearest() -> None:

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,13 +17,14 @@ from braidax.parallel import DataParallel, Link, PipelinedStep, Plan, Step, Stra
 from braidax.parallel.plan.costs.machine import in_time, scaled
 from braidax.parallel.plan.planned.stages import PlannedPipeline
 from braidax.parallel.plan.text import table
+from braidax.program.compiled.targets import HERE, find_target
 from braidax.tune.control.comparing import compare
 
 from .candidates import Candidates, candidates
 from .cluster import Cluster, Overheads
 from .predicting import NUM_PROGRAMS, predict
 from .ranking import Ranked, rank
-from .roles import DATA
+from .roles import DATA, STAGES
 from .workload import Workload, workload
 
 AnyStep = Step | PipelinedStep
@@ -32,9 +33,21 @@ _LEAST_SUMMED, _MOST_SUMMED = 1 << 20, 1 << 26
 _LEAST_SECONDS = 1e-6  # of what is a difference of two times
 
 
+class Where(NamedTuple):
+    """What a search is for.
+
+    **Fields:** `cluster`: devices that need not be here; None: those that are. `devices`: of these; None: all. `target`:
+    what the compiler of `cluster` calls that; None: nothing is compiled for it.
+    """
+
+    cluster: Cluster | None
+    devices: Sequence[Any] | None
+    target: str | None
+
+
 @dataclass(frozen=True)
 class Tried:
-    """A candidate that was compiled here.
+    """A candidate that was compiled.
 
     **Fields:** `at`: its place. `step`; None where it cannot be built, and `why` says why. `memory_bytes`: of a device,
     by the compiler, and with stages by their plan. `fits`: whether that is in the limit. `taken`: seconds of the steps
@@ -113,17 +126,16 @@ def search(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     given: dict[str, Any],
+    where: Where,
     *,
-    cluster: Cluster | None,
     memory_bytes: int | None,
     measure: int,
-    devices: Sequence[Any] | None,
     tell: Callable[[str], None],
 ) -> Found:
     """Does what `plan` says. **Arguments:** as of that; `given`: `init`, and `batch` as specs."""
+    cluster, used = where.cluster, _devices(where)
     tell("compiling for one device")
     alone = _made(loss_fn, optimizer, given, jax.devices()[:1])
-    used = [*(jax.devices() if devices is None else devices)]
     is_here, count = cluster is None, len(used) if cluster is None else cluster.devices
     work = workload(alone, loss_fn, optimizer, given, devices=count)
     num_samples = jax.tree.leaves(given["batch"])[0].shape[0]
@@ -134,19 +146,48 @@ def search(
         cluster = replace(cluster, memory_bytes=memory_bytes)
     many = candidates(cluster.devices, num_samples, offered=work.offered)
     ranked = rank(many if cluster.has_two_links else many.distinct(), work, cluster)
-    if not is_here:
+    if not is_here and where.target is None:
         return Found(ranked, (), ranked.order[0])
     tried: list[Tried] = []
-    for at in ranked.order[:measure]:
+    for at in (ranked.order if is_here else _without_stages(ranked, where.target))[:measure]:
         tell(f"compiling {ranked.name(at)}")
-        tried.append(_compiled(loss_fn, optimizer, given, ranked, at, (cluster, used)))
-    tell("running them in turns")
+        tried.append(_compiled(loss_fn, optimizer, given, ranked, at, (cluster, used, where.target or HERE)))
     ready = [one for one in tried if one.fits]
     if not ready:
         why = "; ".join(f"{ranked.name(one.at)}: {one.why}" for one in tried)
         raise ArgumentError(f"measure={measure}: none of these could be run ({why}): give a larger number")
+    if not is_here:
+        return Found(ranked, tuple(tried), ready[0].at)
+    tell("running them in turns")
     tried = [*_timed(ready, given["batch"]), *(one for one in tried if not one.fits)]
     return Found(ranked, tuple(tried), tried[0].at)
+
+
+def _devices(where: Where) -> Sequence[Any]:
+    """Returns the devices that programs are compiled for; of a cluster without a target those here, for which none are.
+
+    **Raises:** `ArgumentError` for a target that is none, or has not as many as the cluster.
+    """
+    if where.target is None:
+        return [*(jax.devices() if where.devices is None else where.devices)]
+    found, count = find_target(where.target).devices, None if where.cluster is None else where.cluster.devices
+    if len(found) != count:
+        told = "no cluster is given" if count is None else f"the cluster {count:,}"
+        raise ArgumentError(
+            f"target={where.target!r}, which has {len(found):,} devices, and {told}: expected cluster= of as many"
+        )
+    return found
+
+
+def _without_stages(ranked: Ranked, target: str | None) -> list[int]:
+    """Returns the places of candidates whose step is one program. **Raises:** `ArgumentError` when all have stages."""
+    found = [at for at in ranked.order if not np.isin(ranked.many.kinds[at], STAGES).any()]
+    if not found:
+        raise ArgumentError(
+            f"target={target!r}: all candidates that fit have stages, which are compiled on devices that are here only: "
+            "leave it out, or give more memory_bytes"
+        )
+    return found
 
 
 def _made(
@@ -231,19 +272,23 @@ def _compiled(
     given: dict[str, Any],
     ranked: Ranked,
     at: int,
-    on: tuple[Cluster, Sequence[Any]],
+    on: tuple[Cluster, Sequence[Any], str],
 ) -> Tried:
-    cluster, devices = on
+    cluster, devices, target = on
     axes, strategies = ranked.many.mesh(at), ranked.many.strategies(at)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
     try:
         pieces = int(ranked.many.microbatches[at])
         step = parallelize(loss_fn, optimizer, mesh, strategies, microbatches=pieces, **given)
         pipeline = step.plan.pipeline  # whose step is a `PipelinedStep`
-        peak = step.compile_for("here").peak_bytes if pipeline is None else _held(pipeline)
+        if pipeline is None:
+            compiled = step.compile_for(target)
+            peak, fits = compiled.peak_bytes, target == HERE or compiled.fits
+        else:
+            peak, fits = _held(pipeline), True
     except (ArgumentError, SpecError) as error:
         return Tried(at, None, why=f"refused: {error}")
-    fits = cluster.memory_bytes is None or peak <= cluster.memory_bytes
+    fits = fits and (cluster.memory_bytes is None or peak <= cluster.memory_bytes)
     return Tried(at, step, peak, fits, why="" if fits else "too large when compiled")
 
 
