@@ -33,10 +33,10 @@ def plan(
 
     **Arguments:** `loss_fn`, `optimizer`, `init`, `batch`: as of `parallelize`. `cluster`: devices that need not be
     here, of which nothing is run; None: those that are, which are measured. `target`: what the compiler of the cluster
-    calls that, as `Step.compile_for` takes it: the best are compiled by it, which says their memory, all but those with
-    stages; None: nothing is compiled for a cluster. `memory_bytes`: of a device, at most.
-    `measure`: how many candidates are compiled, and here also run, 1 or more. `devices`: of JAX, some of those here; None:
-    all. `tell`: is told what is being done, since compiling takes its time.
+    calls that, as `Step.compile_for` takes it: the best are compiled by it, which says their memory, but for those with
+    stages, and meshes that its grid of devices has not; None: nothing is compiled for a cluster. `memory_bytes`: of a
+    device, at most. `measure`: how many candidates are compiled, and here also run, 1 or more. `devices`: of JAX, some
+    of those here; None: all. `tell`: is told what is being done, since compiling takes its time.
 
     **Returns:** the winner and all others; `print` shows them. **Raises:** `ArgumentError` when a limit cannot be met,
     and for a target that is none, or has another number of devices than the cluster; `MissingExtra`.

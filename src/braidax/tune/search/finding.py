@@ -1,5 +1,6 @@
 """The search for a mesh and strategies, of a loss as it is written for one device."""
 
+import contextlib
 import functools
 import statistics
 import time
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from braidax.errors import ArgumentError, SpecError
 from braidax.parallel import DataParallel, Link, PipelinedStep, Plan, Step, Strategy, measure_machine, parallelize
@@ -36,8 +37,8 @@ _LEAST_SECONDS = 1e-6  # of what is a difference of two times
 class Where(NamedTuple):
     """What a search is for.
 
-    **Fields:** `cluster`: devices that need not be here; None: those that are. `devices`: of these; None: all. `target`:
-    what the compiler of `cluster` calls that; None: nothing is compiled for it.
+    **Fields:** `cluster`: devices that need not be here; None: those that are. `devices`: of these; None: all.
+    `target`: what the compiler of `cluster` calls that; None: nothing is compiled for it.
     """
 
     cluster: Cluster | None
@@ -149,7 +150,7 @@ def search(
     if not is_here and where.target is None:
         return Found(ranked, (), ranked.order[0])
     tried: list[Tried] = []
-    for at in (ranked.order if is_here else _without_stages(ranked, where.target))[:measure]:
+    for at in ranked.order[:measure] if is_here else _compilable(ranked, where, used, measure):
         tell(f"compiling {ranked.name(at)}")
         tried.append(_compiled(loss_fn, optimizer, given, ranked, at, (cluster, used, where.target or HERE)))
     ready = [one for one in tried if one.fits]
@@ -179,15 +180,30 @@ def _devices(where: Where) -> Sequence[Any]:
     return found
 
 
-def _without_stages(ranked: Ranked, target: str | None) -> list[int]:
-    """Returns the places of candidates whose step is one program. **Raises:** `ArgumentError` when all have stages."""
-    found = [at for at in ranked.order if not np.isin(ranked.many.kinds[at], STAGES).any()]
+def _compilable(ranked: Ranked, where: Where, devices: Sequence[Any], most: int) -> list[int]:
+    """Returns the places of the best candidates that the compiler of a machine that is not here can be asked about.
+
+    Those have no stages, whose programs are compiled one by one where they run, and a mesh that the machine's grid has.
+
+    **Raises:** `ArgumentError` when there is none.
+    """
+    found: list[int] = []
+    for at in ranked.order:
+        if len(found) < most and not np.isin(ranked.many.kinds[at], STAGES).any():
+            with contextlib.suppress(NotImplementedError):
+                _mesh(ranked, at, devices)
+                found.append(at)
     if not found:
         raise ArgumentError(
-            f"target={target!r}: all candidates that fit have stages, which are compiled on devices that are here only: "
+            f"target={where.target!r}: all candidates that fit have stages, or axes that its grid of devices has not: "
             "leave it out, or give more memory_bytes"
         )
     return found
+
+
+def _mesh(ranked: Ranked, at: int, devices: Sequence[Any]) -> Mesh:
+    axes = ranked.many.mesh(at)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
 
 
 def _made(
@@ -275,8 +291,7 @@ def _compiled(
     on: tuple[Cluster, Sequence[Any], str],
 ) -> Tried:
     cluster, devices, target = on
-    axes, strategies = ranked.many.mesh(at), ranked.many.strategies(at)
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
+    mesh, strategies = _mesh(ranked, at, devices), ranked.many.strategies(at)
     try:
         pieces = int(ranked.many.microbatches[at])
         step = parallelize(loss_fn, optimizer, mesh, strategies, microbatches=pieces, **given)
