@@ -66,6 +66,7 @@ enum {
     UCP_OP_ATTR_FIELD_FLAGS = 1 << 4,
     UCP_OP_ATTR_FIELD_MEMORY_TYPE = 1 << 6,
     UCP_OP_ATTR_FLAG_NO_IMM_CMPL = 1 << 16,
+    UCP_OP_ATTR_FLAG_FAST_CMPL = 1 << 17,
 };
 
 typedef struct {

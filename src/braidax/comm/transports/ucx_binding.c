@@ -72,6 +72,7 @@ struct Worker {
     size_t num_unended, num_sends; /* with UCX: all, and sends */
     size_t num_unchecked;          /* receives that have ended, see check_received */
     size_t inside_bytes;           /* of messages that need no such check */
+    size_t headed_inside_bytes;    /* the same of headed ones, which are copied before they are sent */
 };
 
 static PyObject *ucx_failed(const char *what, ucs_status_t status) {
@@ -244,7 +245,9 @@ static void on_received(void *handle, ucs_status_t status, const ucp_tag_recv_in
     Request *request = user_data;
     request->handle = handle;
     request->ticket.num_bytes = status == UCS_OK || status == UCS_ERR_MESSAGE_TRUNCATED ? info->length : 0;
-    request->is_unchecked = status == UCS_OK && info->length > request->worker->inside_bytes;
+    Worker *self = request->worker;
+    int is_headed = request->ticket.run && request->ticket.step->capacity;
+    request->is_unchecked = status == UCS_OK && info->length > (is_headed ? self->headed_inside_bytes : self->inside_bytes);
     if (!request->ticket.run) request->worker->num_unchecked += (size_t)request->is_unchecked;
     ended(request, status);
 }
@@ -418,6 +421,7 @@ static void post(Worker *self, Request *request) {
     void *data = at(run, &step->to);
     if (ticket->is_send) {
         size_t size = (size_t)step->num_bytes;
+        if (step->capacity) param.op_attr_mask |= UCP_OP_ATTR_FLAG_FAST_CMPL; /* a copy, which nobody has to ask for */
         if (step->capacity && !size) {
             data = (void *)run->head, size = HEAD_BYTES;
         } else if (step->capacity) {
@@ -736,7 +740,9 @@ static PyObject *worker_new(PyTypeObject *type, PyObject *arguments, PyObject *k
     Worker *self = (Worker *)PyType_GenericAlloc(type, 0); /* all zero */
     if (!self) return NULL;
     self->ended_end = &self->ended;
-    self->inside_bytes = getenv("UCX_RNDV_THRESH") ? 0 : INSIDE_BYTES;
+    int is_usual = !getenv("UCX_RNDV_THRESH") && !getenv("UCX_RNDV_SEND_NBR_THRESH");
+    self->inside_bytes = is_usual ? INSIDE_BYTES : 0;
+    self->headed_inside_bytes = is_usual ? SIZE_MAX : 0;
     if (create(self, settings) < 0) {
         Py_DECREF(self);
         return NULL;
