@@ -1,4 +1,4 @@
-"""Draws `batch_on_mesh.svg`: how one batch finds the eight devices of a 2 x 2 x 2 mesh. Run it from this folder."""
+"""Draws `batch_on_mesh.svg`: how one batch finds the eight devices of a 2 x 2 x 2 mesh."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from braidax.data import simulated_mesh
-from braidax.data.load_sharding import Bounds, Target, load_shardings, part_indices
+from braidax.data.sharding.load_sharding import Bounds, Target, load_shardings, part_indices
 
 ROWS, COLUMNS, CELL = 8, 8, 16
 COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1")  # of the processes
@@ -88,4 +88,4 @@ def draw() -> str:
 
 
 if __name__ == "__main__":
-    Path("batch_on_mesh.svg").write_text(draw())
+    (Path(__file__).parent / "batch_on_mesh.svg").write_text(draw())

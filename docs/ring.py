@@ -1,4 +1,4 @@
-"""Draws `ring.svg`: which part of the weights is on which device, step by step. Run it from this folder."""
+"""Draws `ring.svg`: which part of the weights is on which device, step by step."""
 
 from pathlib import Path
 
