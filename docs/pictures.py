@@ -29,7 +29,7 @@ def on_white(page: str, number: int = 0) -> str:
     light = " ".join(_DARK.sub("", style).replace("light dark", "light").split())
     head, _, rest = drawing.partition(">")
     head = head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif"', 1)
-    back = '<rect width="100%" height="100%" fill="#fff"/>'
+    back = '<g><rect width="100%" height="100%" fill="#fff"/></g>'
     return f"{head}><style>{light}</style>{back}{rest}\n"
 
 

@@ -32,6 +32,11 @@ CODE = re.compile(r"(?<![`\[\w])`(?:bx|braidax)\.([A-Za-z_.]+)(?:\([^`]*\))?`(?!
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)((?:#[^)\s]*)?)(?=\))")
 
 
+def on_config(config: MkDocsConfig) -> None:
+    """Lets names in signatures lead to the reference alone: a type `bytes` is not the heading *Bytes* of a page."""
+    config.plugins["autorefs"].scan_toc = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages and pictures that lie outside `docs/`."""
     for origin, target in PAGES.items():
