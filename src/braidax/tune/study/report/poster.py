@@ -45,7 +45,7 @@ def poster(case: Case, design: Design, findings: Findings, facts: Mapping[str, s
             shapes.append(Words(_RIGHT, y, "More is in report.html.", 9.5, role="faint"))
             break
         y = _paragraph(shapes, line, _RIGHT, y, _WIDTH - _EDGE - _RIGHT, size=9.5) + 5
-    how = f"{design.num_blocks} randomised blocks of {len(design.settings)} settings; medians, intervals by ranks."
+    how = f"{design.num_blocks} randomized blocks of {len(design.settings)} settings; medians, intervals by ranks."
     shapes.append(Words(_EDGE, _HEIGHT - 22, f"braidax study. {how}", 9, role="faint"))
     return Drawing(f"What overlaps with what: {case.title}", _WIDTH, _HEIGHT, tuple(shapes))
 

@@ -24,22 +24,23 @@ _NAMES = {
     Kind.RECV_B: "receive of gradients",
 }
 _PAGE = Template("""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>$title</title><style>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
+<title>$title</title><style>
 :root { color-scheme: light dark; --back: #ffffff; --text: #1f2328; --line: #8c959f; --F: #9ecbff; --B: #ffc46b;
   --I: #ffc46b;  --W: #a5e0a0; --U: #d8b9ff; --T: #c8ccd1; --curve: #cf222e; --on: #1f2328; }
 @media (prefers-color-scheme: dark) { :root { --back: #0d1117; --text: #e6edf3; --line: #6e7681; --F: #1f6feb;
   --B: #9e6a03;  --I: #9e6a03; --W: #238636; --U: #8957e5; --T: #484f58; --curve: #ff7b72; --on: #ffffff; } }
 body { background: var(--back); color: var(--text); font: 14px system-ui, sans-serif; margin: 24px; }
-svg { max-width: 100%; height: auto; } text { font: 11px system-ui, sans-serif; fill: var(--text); }
+.wide { overflow-x: auto; } svg { min-width: 760px; max-width: 100%; height: auto; } text { font: 11px system-ui, sans-serif; fill: var(--text); }
 rect { stroke: var(--back); stroke-width: 0.6; } rect:hover { stroke: var(--text); stroke-width: 1.5; }
 rect + text { fill: var(--on); pointer-events: none; text-anchor: middle; } .later { opacity: 0.72; }
 .F { fill: var(--F); } .B { fill: var(--B); } .I { fill: var(--I); } .W { fill: var(--W); } .U { fill: var(--U); }
 .T { fill: var(--T); } path { fill: var(--curve); fill-opacity: 0.18; stroke: var(--curve); }
 line { stroke: var(--line); } .panel { font-weight: 600; font-size: 13px; } .tick { text-anchor: middle; }
 </style></head><body><h1>$title</h1><p>$summary</p>
-<svg viewBox="0 0 $width $height" width="$width" height="$height" role="img" aria-label="$title">
+<div class="wide"><svg viewBox="0 0 $width $height" width="$width" height="$height" role="img" aria-label="$title">
 $lanes
-</svg></body></html>
+</svg></div></body></html>
 """)
 
 
