@@ -1,12 +1,16 @@
 """The lifeline: whoever holds its end ends with the one who holds the other, in whatever state."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from braidax.errors import GangError
+from braidax.gang import LocalGang
+from braidax.gang.launch import started
 from tests.support.gang.programs import is_gone, wait_until_gone
 
 CHILD = """
@@ -55,3 +59,13 @@ def test_one_that_does_not_lead_its_group_ends_alone() -> None:
         os.close(writing)
         process.wait(5)
     assert not is_gone(os.getpid())  # the group is that of the tests
+
+
+def test_where_ends_are_not_told_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    said = "runs on Linux only, this is Darwin; run the program in one process, or take a gang on Ray or Dask"
+    with pytest.raises(GangError, match=f"^LocalGang {said}$"):
+        LocalGang(2)
+    with pytest.raises(GangError, match=f"^braidax launch {said}$"), started([], print, stop=print):
+        raise AssertionError("it was started")

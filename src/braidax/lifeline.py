@@ -2,11 +2,26 @@
 
 import fcntl
 import os
+import platform
 import signal
 import threading
 
+from braidax.errors import GangError
+
 LIFELINE = "BRAIDAX_LIFELINE"
 """The environment variable in which a parent that wants it leaves the descriptor for `end_with`."""
+
+
+def check_is_told_of_ends(purpose: str) -> None:
+    """Checks that the system tells a program at once when a process that it has started ends, as Linux does.
+
+    **Arguments:** `purpose`: what needs it, as it stands in the message. **Raises:** `GangError` on other systems.
+    """
+    if not hasattr(os, "pidfd_open"):
+        raise GangError(
+            f"{purpose} runs on Linux only, this is {platform.system()}; run the program in one process, or take a "
+            "gang on Ray or Dask"
+        )
 
 
 def end_with(descriptor: int) -> None:

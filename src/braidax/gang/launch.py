@@ -19,6 +19,7 @@ from braidax.errors import ArgumentError, GangError, WaitTimeout
 from braidax.gang.processes import Command, Ending, Processes, Writer, print_lines
 from braidax.gang.program import CALLED, COPIES, IN_PLACE, REPLACES, SERVERS, Program, Seat, ServerSeat, shares_of_gpus
 from braidax.gang.runner import CONSEQUENCE, FIRST_FAILED, scoped_store
+from braidax.lifeline import check_is_told_of_ends
 
 GRACE_SECONDS = 30.0
 """That ranks may take to save and end when all are told to stop: what platforms leave between SIGTERM and SIGKILL."""
@@ -275,8 +276,9 @@ def started(
 
     **Arguments:** `stop`: what comes before that when something is raised in the block: the job has been told to stop.
 
-    **Raises:** `GangError` when they cannot be started.
+    **Raises:** `GangError` when they cannot be started, and on other systems than Linux.
     """
+    check_is_told_of_ends("braidax launch")
     try:
         processes = Processes(commands, write=write)
     except OSError as error:

@@ -24,6 +24,7 @@ from braidax.gang.calling.ranks import Ended, Message, Ranks
 from braidax.gang.child import ABORT, CALL, Birth
 from braidax.gang.gang import Gang
 from braidax.gang.processes import Command, Processes, print_lines
+from braidax.lifeline import check_is_told_of_ends
 
 _HOST = "127.0.0.1"
 _LEAVE_SECONDS = 5.0  # an idle rank that does not leave by itself in that time is ended by force
@@ -65,7 +66,7 @@ class LocalGang(Gang):
     SIGTERM to SIGKILL, when Ctrl-C, or what the handler of a signal raises, interrupts `run`; a second interrupt ends
     them at once. `tuning`: as `braidax.comm.connect` takes it.
 
-    **Raises:** `ArgumentError` for values that cannot work.
+    **Raises:** `ArgumentError` for values that cannot work; `GangError` on other systems than Linux.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class LocalGang(Gang):
         grace_seconds: float = 30.0,
         tuning: Tuning = DEFAULT,
     ) -> None:
+        check_is_told_of_ends("LocalGang")
         job = f"local-{os.getpid()}-{secrets.token_hex(4)}"
         super().__init__(size, job=job, timeout_seconds=timeout_seconds, transport=transport)
         if not 0 <= grace_seconds < math.inf:

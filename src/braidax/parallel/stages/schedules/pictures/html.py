@@ -31,7 +31,8 @@ _PAGE = Template("""<!doctype html>
 @media (prefers-color-scheme: dark) { :root { --back: #0d1117; --text: #e6edf3; --line: #6e7681; --F: #1f6feb;
   --B: #9e6a03;  --I: #9e6a03; --W: #238636; --U: #8957e5; --T: #484f58; --curve: #ff7b72; --on: #ffffff; } }
 body { background: var(--back); color: var(--text); font: 14px system-ui, sans-serif; margin: 24px; }
-.wide { overflow-x: auto; } svg { min-width: 760px; max-width: 100%; height: auto; } text { font: 11px system-ui, sans-serif; fill: var(--text); }
+.wide { overflow-x: auto; } svg { min-width: 760px; max-width: 100%; height: auto; }
+text { font: 11px system-ui, sans-serif; fill: var(--text); }
 rect { stroke: var(--back); stroke-width: 0.6; } rect:hover { stroke: var(--text); stroke-width: 1.5; }
 rect + text { fill: var(--on); pointer-events: none; text-anchor: middle; } .later { opacity: 0.72; }
 .F { fill: var(--F); } .B { fill: var(--B); } .I { fill: var(--I); } .W { fill: var(--W); } .U { fill: var(--U); }
