@@ -30,7 +30,7 @@ lowest: .venv-lowest/stamp  ## Tests with the lowest versions of all that is req
 	.venv-lowest/bin/python -m pytest -n 2 --dist loadfile $(VERSIONED)
 
 newest: .venv-newest/stamp  ## Tests with the newest versions, of JAX beyond what pyproject.toml admits.
-	.venv-newest/bin/python -m pytest -n 2 --dist loadfile $(VERSIONED)
+	BRAIDAX_TESTS_COMPILE=fully .venv-newest/bin/python -m pytest -n 2 --dist loadfile $(VERSIONED)  # new compilers know no old shortcuts
 
 bench: .venv/stamp-bench .venv/peers/spectrax/stamp .venv-streaming/stamp .venv-torchrec/stamp .venv-frames/stamp  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
 	$(BIN)/python -m benchmarks.naive $(ARGS) $(FALLEN)

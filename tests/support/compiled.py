@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import functools
+import inspect
 import os
 import threading
 import time
@@ -20,6 +21,8 @@ COMPILED = ROOT / ".pytest_cache" / "compiled"
 _WAIT_SECONDS = 20.0  # for who compiles the same program, and may have been stopped
 
 _compile = compiler._compile_and_write_cache  # pyright: ignore[reportPrivateUsage]
+_read: Any = compiler._cache_read  # pyright: ignore[reportPrivateUsage]
+_READ_TAKES_CALLBACKS = "host_callbacks" in inspect.signature(_read).parameters  # from JAX 0.11 on
 
 
 def _write_whole(self: LRUCache, key: str, value: bytes) -> None:
@@ -50,7 +53,7 @@ def _compile_once(
         deadline = time.monotonic() + _WAIT_SECONDS
         while not _locked(lock.fileno()) and time.monotonic() < deadline:
             time.sleep(0.005)
-        found, _ = compiler._cache_read(module, key, options, backend, devices)  # pyright: ignore[reportPrivateUsage]
+        found, _ = _read(module, key, options, backend, devices, *[callbacks] * _READ_TAKES_CALLBACKS)
         return found or _compile(backend, computation, devices, options, callbacks, module, key)
 
 

@@ -60,9 +60,18 @@ def unpack(parcel: Parcel, *, look_up: Callable[[str], Any] | None = None) -> An
     """
     if look_up is None:
         return pickle.loads(parcel[0], buffers=parcel[1:])
-    unpickler = pickle.Unpickler(io.BytesIO(parcel[0]), buffers=parcel[1:])
-    unpickler.persistent_load = look_up
-    return unpickler.load()
+    return _LookingUp(parcel, look_up).load()
+
+
+class _LookingUp(pickle.Unpickler):
+    """Has a method that looks names up: of an `Unpickler` of Python 3.13.0 no attribute of that name can be set."""
+
+    def __init__(self, parcel: Parcel, look_up: Callable[[str], Any]) -> None:
+        super().__init__(io.BytesIO(parcel[0]), buffers=parcel[1:])
+        self._look_up = look_up
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._look_up(pid)
 
 
 def _referring(refer: Callable[[Any], str | None]) -> type[cloudpickle.Pickler]:
