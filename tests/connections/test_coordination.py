@@ -177,6 +177,7 @@ class Ended:
         return call
 
 
+@pytest.mark.usefixtures("unchecked")  # from Python 3.12 on a protocol looks past __getattr__
 @pytest.mark.parametrize(
     "call",
     [

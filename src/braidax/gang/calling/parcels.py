@@ -50,7 +50,7 @@ def pack(value: Any, *, refer: Callable[[Any], str | None] | None = None) -> Par
     file = io.BytesIO()
     pickler = cloudpickle.Pickler if refer is None else _referring(refer)
     pickler(file, protocol=5, buffer_callback=put_beside).dump(value)
-    return [file.getbuffer(), *buffers]
+    return [file.getvalue(), *buffers]
 
 
 def unpack(parcel: Parcel, *, look_up: Callable[[str], Any] | None = None) -> Any:
