@@ -195,6 +195,9 @@ class Channel:
 
     def close(self) -> None:
         """Closes the connection; what is unsent is dropped. A second call does nothing."""
+        if self._tls is not None and self.socket.gettimeout() == 0:
+            with contextlib.suppress(OSError):  # what TLS itself has sent: unread, it would end the peer by a reset
+                self._tls.recv(1)
         self.socket.close()
         self._outgoing.clear()
         self.unsent_bytes = 0
