@@ -13,16 +13,19 @@ from typing import Any
 
 import jax
 from jax._src import compilation_cache, compiler
+from jax._src.interpreters import mlir
 from jax._src.lru_cache import LRUCache
 
 from tests.support.tree import ROOT
 
 COMPILED = ROOT / ".pytest_cache" / "compiled"
 _WAIT_SECONDS = 20.0  # for who compiles the same program, and may have been stopped
+_MOST_LOWERED = 200  # programs in one context, which keeps their constants
 
 _compile = compiler._compile_and_write_cache  # pyright: ignore[reportPrivateUsage]
 _read: Any = compiler._cache_read  # pyright: ignore[reportPrivateUsage]
 _READ_TAKES_CALLBACKS = "host_callbacks" in inspect.signature(_read).parameters  # from JAX 0.11 on
+_make_context, _contexts = mlir.make_ir_context, threading.local()
 
 
 def _write_whole(self: LRUCache, key: str, value: bytes) -> None:
@@ -65,8 +68,18 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
+def _context() -> Any:
+    """Returns what programs are written down in: to make it takes 3 ms, as long as to write a small one down."""
+    lowered = getattr(_contexts, "lowered", 0)
+    if lowered % _MOST_LOWERED == 0:
+        _contexts.made = _make_context()
+    _contexts.lowered = lowered + 1
+    return _contexts.made
+
+
 def share_compiled() -> None:
     """Lets this process take what others have compiled, and leave to them what it compiles."""
+    mlir.make_ir_context = _context
     jax.config.update("jax_compilation_cache_dir", str(COMPILED))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
