@@ -32,6 +32,7 @@ def ranks_are_forks() -> Iterator[None]:
             patch,
             "tests.support.parallel.workers.teams",
             "braidax.parallel.served.on_servers.server",
+            "scipy.linalg",  # JAX imports it for the first program that it is sent
             modules=("braidax.gang.runner", "braidax.parallel.served.on_servers"),
         )
         yield
