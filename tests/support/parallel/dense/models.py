@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tests.support.parallel.drawn import drawn
+
 BATCH, LENGTH, VOCABULARY, WIDTH = 16, 6, 50, 24
 
 
@@ -20,8 +22,7 @@ class Model(NamedTuple):
 
 
 def _normal(key: jax.Array, *shapes: tuple[int, ...]) -> list[jax.Array]:
-    keys = jax.random.split(key, len(shapes))
-    return [jax.random.normal(key, shape) * 0.2 for key, shape in zip(keys, shapes, strict=True)]
+    return [one * 0.2 for one in drawn(key, *shapes)]
 
 
 def _tokens(seed: int) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.support.parallel.dense.models import BATCH, LENGTH, WIDTH, Model
+from tests.support.parallel.drawn import drawn
 
 HIDDEN, CAPACITY = 48, 3
 
@@ -23,11 +24,8 @@ def _init(num_experts: int, *lead: int) -> Callable[[jax.Array], Any]:
     def init(key: jax.Array) -> Any:
         d, f, e = WIDTH, HIDDEN, num_experts
         shapes = {"router": (d, e), "up": (e, d, f), "down": (e, f, d), "gate": (e, d, f)}
-        keys = jax.random.split(key, len(shapes))
-        made = {
-            name: jax.random.normal(one, (*lead, *shape)) * shape[-2] ** -0.5
-            for one, (name, shape) in zip(keys, shapes.items(), strict=True)
-        }
+        leaves = drawn(key, *((*lead, *shape) for shape in shapes.values()))
+        made = {name: leaf * shape[-2] ** -0.5 for leaf, (name, shape) in zip(leaves, shapes.items(), strict=True)}
         return {**made, "up_bias": jnp.full((*lead, e, f), 0.1), "down_bias": jnp.full((*lead, e, d), 0.1)}
 
     return init
