@@ -117,6 +117,14 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 50, 100)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Leaves what a file has made and is kept, such as traces and programs, out of later collections, too: tests that
+    ask for one would wait a second for the million objects of all files before them."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_leaked_threads() -> Iterator[None]:
     """Fails a test that leaves behind a thread of braidax, or any thread that would keep the interpreter alive."""
