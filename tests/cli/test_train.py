@@ -195,7 +195,7 @@ def test_bad_images_are_skipped_on_demand_and_counted(tmp_path: Path) -> None:
             Image.fromarray(pixels).save(path)
     (tmp_path / "images" / "train" / "b" / "7.png").write_bytes(b"no image")
     arguments = ["train", "resnet", "--data", tmp_path / "images", "--preset", "tiny", "--image-size", "8"]
-    arguments += ["--batch-size", "4", "--epochs", "1", "--mesh", "data=2", "--out", tmp_path / "run"]
+    arguments += ["--batch-size", "12", "--epochs", "1", "--mesh", "data=2", "--out", tmp_path / "run"]
     code, output = run(*arguments)
     assert code == 1
     assert "7.png" in output
