@@ -15,7 +15,7 @@ from braidax.checkpoint.interval.spacing import Spacing
 from braidax.connections.coordination import Coordination
 from braidax.errors import ArgumentError, CheckpointError, CommError, WaitTimeout
 from tests.support.comm.stores.servers import free_port
-from tests.support.gang.forks import fork_children
+from tests.support.gang.forks import LOAD_AND_SAVE, fork_children
 
 LIMIT = 60
 REAL = """
@@ -215,7 +215,7 @@ def test_process_0_measures() -> None:
 
 
 def test_over_the_service_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork_children(monkeypatch, "braidax.data", "braidax.checkpoint", codes=(REAL,))
+    fork_children(monkeypatch, *LOAD_AND_SAVE, codes=(REAL,))
     environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", REAL, f"127.0.0.1:{free_port()}"]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT, check=True)

@@ -22,7 +22,7 @@ from braidax.checkpoint.places import object_store
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 from tests.support.bucket_server import BucketServer, Request, serving_bucket
 from tests.support.checkpoint.saving import bits, names
-from tests.support.gang.forks import fork_children
+from tests.support.gang.forks import LOAD_AND_SAVE, fork_children
 
 URL = "s3://bucket/runs/a"
 LIMIT = 60.0
@@ -292,7 +292,7 @@ saver.close()
 def test_a_process_killed_between_parts_leaves_nothing_visible(
     server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fork_children(monkeypatch, "braidax.data", "braidax.checkpoint", codes=(SCRIPT,))
+    fork_children(monkeypatch, *LOAD_AND_SAVE, codes=(SCRIPT,))
     with archive(server, tmp_path, every=1) as saver:
         saver.save({"w": jnp.zeros((2_000_000, 4))})
     before = objects(server)

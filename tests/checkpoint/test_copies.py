@@ -18,7 +18,7 @@ from braidax.checkpoint import Checkpointer, Every, copied
 from braidax.errors import CheckpointError
 from tests.support.checkpoint.donating import save_in_every_way
 from tests.support.checkpoint.saving import bits
-from tests.support.gang.forks import fork_children
+from tests.support.gang.forks import LOAD_AND_SAVE, fork_children
 
 AUTO = jax.sharding.AxisType.Auto
 
@@ -127,7 +127,7 @@ print(found.step, bool((found.tree["x"] == x).all()))
 def test_without_memory_for_the_copy_the_checkpoint_is_of_the_state_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fork_children(monkeypatch, "braidax.data", "braidax.checkpoint", codes=(SHORT_OF_MEMORY,))
+    fork_children(monkeypatch, *LOAD_AND_SAVE, codes=(SHORT_OF_MEMORY,))
     result = subprocess.run(
         [sys.executable, "-c", SHORT_OF_MEMORY, str(tmp_path / "run")],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},

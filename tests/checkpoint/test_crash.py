@@ -15,7 +15,7 @@ import pytest
 
 from braidax.checkpoint import Checkpointer, Every, restore
 from tests.support.checkpoint.crashing import PHASES, SHAPES, advance, begin
-from tests.support.gang.forks import fork_children
+from tests.support.gang.forks import LOAD_AND_SAVE, fork_children
 from tests.support.tree import ROOT
 
 LIMIT = 60
@@ -165,7 +165,7 @@ def test_death_at_each_point_of_a_commit(
 def test_a_program_that_just_ends_finishes_its_checkpoint(
     tmp_path: Path, end: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fork_children(monkeypatch, "braidax.data", "braidax.checkpoint", codes=(END.partition("{")[0],))
+    fork_children(monkeypatch, *LOAD_AND_SAVE, codes=(END.partition("{")[0],))
     ended = subprocess.run(
         [sys.executable, "-c", END.replace("{end}", end), tmp_path], capture_output=True, text=True, timeout=LIMIT
     )

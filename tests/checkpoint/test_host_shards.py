@@ -25,7 +25,7 @@ from braidax.gang import LocalGang
 from tests.support.checkpoint.saving import Longer, Tables, names, read_all
 from tests.support.checkpoint.told import told
 from tests.support.data.jax_gang import RUN_SECONDS
-from tests.support.gang.forks import fork_children
+from tests.support.gang.forks import LOAD_AND_SAVE, fork_children
 
 SECONDS = 30.0
 ROWS = 1001
@@ -104,7 +104,7 @@ def saved(comm: Communicator, folder: Path, size: int, num_owners: int) -> str:
 @pytest.fixture(scope="module")
 def gang() -> Iterator[LocalGang]:
     with pytest.MonkeyPatch.context() as patch:
-        fork_children(patch, "braidax.data", "braidax.checkpoint")
+        fork_children(patch, *LOAD_AND_SAVE)
         with LocalGang(3, environment={"JAX_PLATFORMS": "cpu"}) as running:
             yield running
 

@@ -14,7 +14,7 @@ from braidax.checkpoint.interval import preempt
 from braidax.checkpoint.interval.preempt import Preemption
 from braidax.errors import ArgumentError, CheckpointError
 from tests.support.comm.stores.servers import free_port
-from tests.support.gang.forks import fork_children
+from tests.support.gang.forks import LOAD_AND_SAVE, fork_children
 
 LIMIT = 60
 
@@ -67,7 +67,7 @@ jax.distributed.shutdown()
 def programs_are_forks() -> Iterator[None]:
     """Lets programs begin with what they import."""
     with pytest.MonkeyPatch.context() as patch:
-        fork_children(patch, "braidax.data", "braidax.checkpoint", codes=(ENDED_TWICE, RANK, OFF))
+        fork_children(patch, *LOAD_AND_SAVE, codes=(ENDED_TWICE, RANK, OFF))
         yield
 
 

@@ -15,7 +15,7 @@ from jax.errors import JaxRuntimeError
 from braidax.connections.coordination import Coordination
 from braidax.errors import CommError, WaitTimeout
 from tests.support.comm.stores.servers import coordination_service, free_port
-from tests.support.gang.forks import fork_children
+from tests.support.gang.forks import LOAD_AND_SAVE, fork_children
 
 LIMIT = 60.0
 TWO = """
@@ -67,7 +67,7 @@ def service() -> Iterator[Coordination]:
 
 
 def test_two_processes_of_jax_see_the_same_values_in_each_life_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork_children(monkeypatch, "braidax.data", "braidax.checkpoint", codes=(TWO,))
+    fork_children(monkeypatch, *LOAD_AND_SAVE, codes=(TWO,))
     command = [sys.executable, "-c", TWO, "127.0.0.1"]
     ports = [str(free_port()) for _ in range(2)]
     environ = {**os.environ, "JAX_PLATFORMS": "cpu"}

@@ -21,7 +21,7 @@ from braidax.errors import ArgumentError, CallFailed, SpecError
 from braidax.gang import LocalGang
 from tests.support.data.jax_gang import RUN_SECONDS, jax_gang
 from tests.support.data.written import ROWS, Table
-from tests.support.gang.forks import fork_children
+from tests.support.gang.forks import LOAD_AND_SAVE, fork_children
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ signal.pause()
 def test_what_a_killed_process_leaves_the_next_one_removes(
     number: int, is_left: bool, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fork_children(monkeypatch, "braidax.data", "braidax.checkpoint", codes=(LEFT,))
+    fork_children(monkeypatch, *LOAD_AND_SAVE, codes=(LEFT,))
     stranger = store / f"table-{'0' * 32}"
     stranger.mkdir(parents=True)
     (stranger / "in-use.json").write_text("{}")

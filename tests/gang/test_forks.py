@@ -49,7 +49,7 @@ def test_ranks_are_what_they_are_told(
         monkeypatch.delenv("BRAIDAX_TESTS_COMPILE", raising=False)
         for name in ("PYTHONBREAKPOINT", "PYTHONHASHSEED", "LD_LIBRARY_PATH"):  # as Ray, Dask and OpenCV do
             monkeypatch.setenv(name, "0")
-        fork_children(monkeypatch, "jax")
+        fork_children(monkeypatch)
     with LocalGang(2, environment=environment) as gang:
         for rank in gang.run(told):
             assert rank.pop("command") == ("tests.support.gang.forks" if kind == "forks" else rank_code())

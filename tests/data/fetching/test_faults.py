@@ -24,7 +24,7 @@ from braidax.data.loader import DataLoader
 from braidax.data.sampling.order import Cursor
 from braidax.data.source import Source
 from braidax.data.workers.processes import InProcesses, in_processes
-from tests.support.gang.forks import fork_children
+from tests.support.gang.forks import LOAD_AND_SAVE, fork_children
 
 NUM_SAMPLES = 75
 SPECS = (
@@ -204,7 +204,7 @@ def deaths(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def processes(deaths: Path) -> Iterator[InProcesses]:
     with pytest.MonkeyPatch.context() as patch:
-        fork_children(patch, "braidax.data", "braidax.data.workers.processes.child")
+        fork_children(patch, *LOAD_AND_SAVE)
         source = in_processes(Faulty(slow_seconds=0.003, deaths=deaths), num_workers=2, timeout_seconds=60)
         yield source
         source.close()

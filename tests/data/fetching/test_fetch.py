@@ -25,7 +25,7 @@ from braidax.data.source import VARYING
 from braidax.errors import ArgumentError, BraidaxError, FormatError, ReadError, RecordError, WaitTimeout
 from braidax.spans import Trace
 from tests.support.data.numbered import Large, Numbers, all_ids, check, ids, peeked, reading_threads
-from tests.support.gang.forks import fork_children
+from tests.support.gang.forks import LOAD_AND_SAVE, fork_children
 
 SAMPLE_BYTES = 6 * 4 + 4
 
@@ -453,7 +453,7 @@ if sys.argv[1] == "raises":
     ],
 )
 def test_a_program_may_end_in_the_middle_of_a_loop(how: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    fork_children(monkeypatch, "braidax.data", "braidax.data.workers.processes.child", codes=(SUSPENDED,))
+    fork_children(monkeypatch, *LOAD_AND_SAVE, codes=(SUSPENDED,))
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SUSPENDED, how], capture_output=True, text=True, timeout=120, check=False
     )
@@ -549,7 +549,7 @@ def test_depth_may_be_set_from_outside(mesh: Mesh) -> None:
 
 
 def test_processes_read_the_same_batches_and_end_with_the_loader(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    fork_children(monkeypatch, "braidax.data", "braidax.data.workers.processes.child")
+    fork_children(monkeypatch, *LOAD_AND_SAVE)
     data = {"x": np.arange(64, dtype=np.int32)}
     plain = [np.asarray(batch["x"]).tolist() for batch in DataLoader(data, mesh, P("data"), batch_size=8)]
     with DataLoader(data, mesh, P("data"), batch_size=8, workers="processes") as loader:

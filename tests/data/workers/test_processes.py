@@ -39,14 +39,14 @@ from tests.support.data.troubled import (
     hears_no_interrupt,
     runs,
 )
-from tests.support.gang.forks import fork_children
+from tests.support.gang.forks import LOAD_AND_SAVE, fork_children
 
 
 @pytest.fixture(scope="module", autouse=True)
 def workers_are_forks() -> Iterator[None]:
     """Lets workers begin with what they import; those of programs below are such as users have."""
     with pytest.MonkeyPatch.context() as patch:
-        fork_children(patch, "braidax.data", "braidax.data.workers.processes.child", "tests.support.data.troubled")
+        fork_children(patch, *LOAD_AND_SAVE, "tests.support.data.troubled")
         yield
 
 

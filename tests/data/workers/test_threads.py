@@ -8,7 +8,7 @@ import pytest
 
 from braidax.data.workers.threads import Threads
 from braidax.errors import WaitTimeout
-from tests.support.gang.forks import fork_children
+from tests.support.gang.forks import LOAD_AND_SAVE, fork_children
 
 HANGING = """
 import threading, jax, numpy as np, braidax as bx
@@ -47,7 +47,7 @@ def test_closing_drops_what_is_queued_and_waits_for_what_runs() -> None:
 
 
 def test_a_read_that_hangs_for_ever_does_not_keep_the_interpreter_from_exiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork_children(monkeypatch, "braidax.data", "braidax.data.workers.processes.child", codes=(HANGING,))
+    fork_children(monkeypatch, *LOAD_AND_SAVE, codes=(HANGING,))
     done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "WaitTimeout: the batch at Cursor(seed=0, epoch=0, position=0)" in done.stderr

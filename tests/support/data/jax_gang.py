@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from braidax.data.source import Box, Source
 from braidax.gang import LocalGang
-from tests.support.gang.forks import fork_children
+from tests.support.gang.forks import LOAD_AND_SAVE, fork_children
 
 RUN_SECONDS = 120.0
 
@@ -29,7 +29,7 @@ def jax_gang(num_processes: int, devices_per_process: int) -> Generator[LocalGan
         "PJRT_NPROC": str(max(os.cpu_count() or 1, 2 * devices_per_process)),  # see gang/runner.py
     }
     with pytest.MonkeyPatch.context() as patch:
-        fork_children(patch, "braidax.data", "braidax.checkpoint")
+        fork_children(patch, *LOAD_AND_SAVE)
         with LocalGang(num_processes, environment=environment) as gang:
             gang.run(_join, devices_per_process, timeout_seconds=RUN_SECONDS)
             yield gang

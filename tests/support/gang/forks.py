@@ -9,7 +9,6 @@ the number of its process, which is a child of who gave the order, as any rank i
 import atexit
 import ctypes
 import fcntl
-import functools
 import importlib
 import json
 import os
@@ -29,6 +28,9 @@ import pytest
 
 from tests.support.compiled import share_compiled
 from tests.support.tree import ROOT
+
+LOAD_AND_SAVE = ("braidax.data", "braidax.checkpoint", "braidax.data.workers.processes.child")
+"""What most forks have that load data, or save: those of all their tests are of one process."""
 
 _ORDER_BYTES, _MAX_DESCRIPTORS = 1 << 18, 16
 _SET_CHILD_SUBREAPER = 36  # of prctl
@@ -159,9 +161,15 @@ def _code_and_more(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     return [f"{code}{_AS_MODULE.format(program)}", *given]
 
 
-@functools.cache
 def _nursery(imported: Sequence[str]) -> _Nursery:
-    return _Nursery(imported)
+    """Returns one that has imported these, perhaps among others."""
+    for known, nursery in _nurseries.items():
+        if known.issuperset(imported):
+            return nursery
+    return _nurseries.setdefault(frozenset(imported), _Nursery(imported))
+
+
+_nurseries = dict[frozenset[str], _Nursery]()
 
 
 def _serve(orders: socket.socket) -> Any:

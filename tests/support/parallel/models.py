@@ -70,8 +70,8 @@ def on_one_device(tree: Any) -> Any:
 
     def move(leaf: Any) -> jax.Array:
         if is_key(leaf):
-            return jax.random.wrap_key_data(jnp.array(np.array(jax.random.key_data(leaf))))
-        return jnp.array(np.array(leaf))
+            return jax.random.wrap_key_data(jax.device_put(np.array(jax.random.key_data(leaf))))
+        return jax.device_put(np.array(leaf))
 
     return jax.tree.map(move, tree)
 
@@ -105,12 +105,12 @@ def single_device(
     metrics: list[Any] = []
     for index, batch in enumerate(batches):
         params, variables, opt_state, metric = step(
-            params, variables, opt_state, jax.random.fold_in(key, index), jax.tree.map(jnp.array, batch)
+            params, variables, opt_state, jax.random.fold_in(key, index), jax.tree.map(np.array, batch)
         )
         metrics.append(metric)
     if then is not None:
         own = jax.random.fold_in(key, len(batches))
-        metrics.append(step(params, variables, opt_state, own, jax.tree.map(jnp.array, then))[-1])
+        metrics.append(step(params, variables, opt_state, own, jax.tree.map(np.array, then))[-1])
     return params, variables, metrics
 
 

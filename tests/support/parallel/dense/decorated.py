@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 import braidax.parallel as bx
@@ -53,7 +52,7 @@ def assert_as_on_one_device(step: Any, train_step: Any, state: Any, batches: lis
     alone, on_one = state, jax.jit(train_step)
     for batch in batches:
         state, found = step(state, batch)
-        alone, expected = on_one(alone, jax.tree.map(jnp.asarray, batch))
+        alone, expected = on_one(alone, batch)
         assert_close(copied(found), copied(expected), atol=atol)
     assert_close(copied(state), copied(alone), atol=atol)
     return state
