@@ -24,6 +24,6 @@ def numbers(case: str) -> list[float]:
 
 if __name__ == "__main__":
     with pytest.MonkeyPatch.context() as patch:
-        fork_children(patch, "optax", "braidax.parallel.served.on_servers.server")
+        fork_children(patch, "optax", "braidax.parallel.served.on_servers.server", "scipy.linalg")
         for each in sys.argv[1:]:
             sys.stdout.write(json.dumps(numbers(each)) + "\n")
