@@ -4,13 +4,13 @@ BIN := .venv/bin
 FALLEN := || [ $$? = 3 ]  # a claim that does not hold is a result: the others run
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test nightly lowest newest bench smoke docs clean
+.PHONY: demo test pages nightly lowest newest bench smoke docs clean
 
 demo: .venv/stamp-demo  ## Train a small model on handwritten digits; run it again to go on where it stopped.
 	$(BIN)/braidax train digits
 
 # The processes that tests start find our modules compiled, also where Python was told to compile nothing.
-test nightly: export PYTHONDONTWRITEBYTECODE :=
+test pages nightly: export PYTHONDONTWRITEBYTECODE :=
 
 test: .venv/stamp-test  ## Lint, types, tests.
 	$(BIN)/ruff check .
@@ -19,6 +19,9 @@ test: .venv/stamp-test  ## Lint, types, tests.
 	@$(BIN)/python -m pytest --collect-only --quiet >/dev/null 2>&1 & \
 	  $(BIN)/pyright --pythonpath $(BIN)/python; status=$$?; wait; exit $$status
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+pages: .venv/stamp-test  ## What users copy: the examples, the tutorial and the blocks of the pages that the tests leave to the night.
+	$(BIN)/python -m pytest -n 2 -m slow --timeout 900 tests/test_examples.py tests/laws/test_docs.py tests/laws/test_tutorial.py
 
 nightly: .venv/stamp-nightly  ## The tests marked slow, and the oracles without the compiler's shortcuts.
 	$(BIN)/python -m pytest -m slow --timeout 900 --session-timeout 14400
