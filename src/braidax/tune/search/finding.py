@@ -189,10 +189,13 @@ def _compilable(ranked: Ranked, where: Where, devices: Sequence[Any], most: int)
     """
     found: list[int] = []
     for at in ranked.order:
-        if len(found) < most and not np.isin(ranked.many.kinds[at], STAGES).any():
-            with contextlib.suppress(NotImplementedError):
-                _mesh(ranked, at, devices)
-                found.append(at)
+        if len(found) == most:
+            break
+        if np.isin(ranked.many.kinds[at], STAGES).any():
+            continue
+        with contextlib.suppress(NotImplementedError):
+            _mesh(ranked, at, devices)
+            found.append(at)
     if not found:
         raise ArgumentError(
             f"target={where.target!r}: all candidates that fit have stages, or axes that its grid of devices has not: "
