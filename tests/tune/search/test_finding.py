@@ -1,5 +1,6 @@
 """A search on the devices that are here, and for some that are not."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ from braidax.tune import Cluster, Found, plan
 from braidax.tune.search import finding
 from braidax.tune.search.candidates import candidates
 from braidax.tune.search.ranking import rank
-from braidax.tune.search.roles import HYBRID, ONE_EACH, STAGES
-from braidax.tune.search.workload import workload
+from braidax.tune.search.roles import HYBRID, ONE_EACH, STAGES, Offered
+from braidax.tune.search.workload import Workload, workload
 from tests.support.parallel.dense.models import MODELS
 from tests.support.parallel.models import specs
 
@@ -98,6 +99,40 @@ def test_the_best_are_compiled_for_a_machine_that_is_not_here() -> None:
             measure=1,
             **GIVEN,
         )
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        (None, "devices= has 4, whose grid has the axes of no candidate"),
+        ("here", "target='here': all candidates that fit have stages, or axes"),
+    ],
+)
+def test_meshes_that_a_grid_has_not_are_passed_by(
+    monkeypatch: pytest.MonkeyPatch, target: str | None, told: str
+) -> None:
+    offered = Offered(tables=True, most_stages=2)
+    work = Workload(flops=8e9, variable_bytes=800, state_bytes=1600, activation_bytes=6400, most_stages=2)
+    ranked = rank(candidates(4, 16, offered=offered), work, Cluster(4, 1e9, Link(1e8, 1e-5)))
+    where, make_mesh = finding.Where(None, None, target), jax.make_mesh
+
+    def chosen(has: Callable[[int], bool], most: int = 3) -> list[int]:
+        def made(sizes: Any, names: Any, **options: Any) -> Any:
+            if not has(len(sizes)):
+                raise NotImplementedError
+            return make_mesh(sizes, names, **options)
+
+        monkeypatch.setattr(jax, "make_mesh", made)
+        return finding._compilable(ranked, where, jax.devices()[:4], most)  # pyright: ignore[reportPrivateUsage]
+
+    of_two = [at for at in ranked.order if len(ranked.many.mesh(at)) == 2]
+    whole = [at for at in of_two if not np.isin(ranked.many.kinds[at], STAGES).any()]
+    assert 3 < len(whole) < len(of_two) < len(ranked.order)
+    wanted = of_two if target is None else whole
+    assert chosen(lambda count: count == 2) == wanted[:3]
+    assert chosen(lambda count: count == 2, most=10_000) == wanted
+    with pytest.raises(ArgumentError, match=f"^{told}"):
+        chosen(lambda count: False)
 
 
 def test_a_target_of_another_size_is_refused() -> None:

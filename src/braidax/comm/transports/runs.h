@@ -19,7 +19,7 @@
 
 #define RUN_TAG_BITS 44      /* of messages, see MAX_TAG */
 #define RUN_SECONDS 1e-3     /* of spinning at least, with others let in between: to wake costs more than most runs */
-#define SPARE_BYTES (1 << 20) /* of scratch memory that is kept at most: to allocate it anew takes as long as a message */
+#define SPARE_BYTES (1 << 20) /* of scratch memory that is kept at most, for the next run */
 
 struct Run {
     Run *next;

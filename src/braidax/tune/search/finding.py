@@ -1,6 +1,5 @@
 """The search for a mesh and strategies, of a loss as it is written for one device."""
 
-import contextlib
 import functools
 import statistics
 import time
@@ -150,7 +149,7 @@ def search(
     if not is_here and where.target is None:
         return Found(ranked, (), ranked.order[0])
     tried: list[Tried] = []
-    for at in ranked.order[:measure] if is_here else _compilable(ranked, where, used, measure):
+    for at in _compilable(ranked, where, used, measure):
         tell(f"compiling {ranked.name(at)}")
         tried.append(_compiled(loss_fn, optimizer, given, ranked, at, (cluster, used, where.target or HERE)))
     ready = [one for one in tried if one.fits]
@@ -181,9 +180,10 @@ def _devices(where: Where) -> Sequence[Any]:
 
 
 def _compilable(ranked: Ranked, where: Where, devices: Sequence[Any], most: int) -> list[int]:
-    """Returns the places of the best candidates that the compiler of a machine that is not here can be asked about.
+    """Returns the places of the best candidates that can be compiled.
 
-    Those have no stages, whose programs are compiled one by one where they run, and a mesh that the machine's grid has.
+    Their meshes are such as the devices' grid has. Programs of stages are compiled one by one where they run, so that
+    for a machine that is not here candidates with stages are left out.
 
     **Raises:** `ArgumentError` when there is none.
     """
@@ -191,17 +191,24 @@ def _compilable(ranked: Ranked, where: Where, devices: Sequence[Any], most: int)
     for at in ranked.order:
         if len(found) == most:
             break
-        if np.isin(ranked.many.kinds[at], STAGES).any():
+        if where.target is not None and np.isin(ranked.many.kinds[at], STAGES).any():
             continue
-        with contextlib.suppress(NotImplementedError):
+        try:
             _mesh(ranked, at, devices)
-            found.append(at)
-    if not found:
+        except NotImplementedError:  # so JAX says that a grid of TPU chips has no such axes
+            continue
+        found.append(at)
+    if found:
+        return found
+    if where.target is None:
         raise ArgumentError(
-            f"target={where.target!r}: all candidates that fit have stages, or axes that its grid of devices has not: "
-            "leave it out, or give more memory_bytes"
+            f"devices= has {len(devices):,}, whose grid has the axes of no candidate that fits: give others, or more "
+            "memory_bytes"
         )
-    return found
+    raise ArgumentError(
+        f"target={where.target!r}: all candidates that fit have stages, or axes that its grid of devices has not: "
+        "leave it out, or give more memory_bytes"
+    )
 
 
 def _mesh(ranked: Ranked, at: int, devices: Sequence[Any]) -> Mesh:
