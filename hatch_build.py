@@ -24,6 +24,7 @@ SOURCES = tuple(
         "data/sampling/permutation_binding.c",
         "data/storage/record_binding.c",
         "frame/moving/scatter_binding.c",
+        "frame/summing/groups_binding.c",
         "parallel/served/rows_binding.c",
     )
 )
@@ -54,7 +55,8 @@ class BindingHook(BuildHookInterface[Any]):
         if problem is not None:
             self.app.display_warning(
                 "braidax is installed without the transport 'ucx', Python decodes records, pads texts and moves what "
-                "'tcp' sends, and NumPy orders samples, splits rows of frames and moves those of tables on servers: "
+                "'tcp' sends, NumPy orders samples, splits rows of frames and moves those of tables on servers, Polars "
+                "sums groups: "
                 f"{problem}"
             )
             return

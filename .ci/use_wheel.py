@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 LINES = {
-    "compiled": "compiled: tcp, ucx, frame, servers, records, order\n",
+    "compiled": "compiled: tcp, ucx, frame, groups, servers, records, order\n",
     "pure": "compiled: nothing; without: tcp (not compiled), ucx (not compiled), ",
 }
 TRAIN = """

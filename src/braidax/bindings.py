@@ -9,13 +9,15 @@ BINDINGS = {
     "tcp": "comm.transports.tcp_binding",
     "ucx": "comm.transports.ucx_binding",
     "frame": "frame.moving.scatter_binding",
+    "groups": "frame.summing.groups_binding",
     "servers": "parallel.served.rows_binding",
     "records": "data.storage.record_binding",
     "order": "data.sampling.permutation_binding",
 }
 """By what each is for: the module inside of `braidax`.
 
-The first two are transports; then rows of frames, those of servers, records of files, and the order of samples.
+The first two are transports; then rows of frames, groups of these, rows of servers, records of files, and the order of
+samples.
 """
 
 

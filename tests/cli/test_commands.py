@@ -29,15 +29,15 @@ def test_the_version_is_told_with_what_a_report_needs() -> None:
     assert code == 0
     python = f"Python {platform.python_version()}, JAX {jax.__version__}, jaxlib {jaxlib.__version__}, "
     assert told.startswith(f"braidax {braidax.__version__} {python}NumPy ")
-    assert told.endswith(" compiled: tcp, ucx, frame, servers, records, order")
+    assert told.endswith(" compiled: tcp, ucx, frame, groups, servers, records, order")
 
 
 def test_bindings_that_are_not_there_are_told_with_the_page_that_helps(tmp_path: Path) -> None:
     missing = missing_bindings(tmp_path)
-    assert list(missing.values()) == ["not compiled"] * 6
+    assert list(missing.values()) == ["not compiled"] * 7
     assert describe_bindings(missing) == (
         "compiled: nothing; without: tcp (not compiled), ucx (not compiled), frame (not compiled), "
-        "servers (not compiled), records (not compiled), order (not compiled); "
+        "groups (not compiled), servers (not compiled), records (not compiled), order (not compiled); "
         "docs/install.md#what-is-compiled says how to get them"
     )
     broken = tmp_path / "comm" / "transports" / "ucx_binding.abi3.so"
@@ -45,7 +45,7 @@ def test_bindings_that_are_not_there_are_told_with_the_page_that_helps(tmp_path:
     broken.write_bytes(b"of another machine")
     assert missing_bindings(tmp_path)["ucx"].startswith("cannot be loaded: ")
     assert describe_bindings({"ucx": "not compiled"}).startswith(
-        "compiled: tcp, frame, servers, records, order; without: ucx ("
+        "compiled: tcp, frame, groups, servers, records, order; without: ucx ("
     )
 
 

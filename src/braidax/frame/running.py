@@ -13,6 +13,7 @@ from braidax.frame.plan.locality import is_local
 from braidax.frame.plan.nodes import Node, supplied, topological
 from braidax.frame.plan.supplying import Reading, lazy_of_each
 from braidax.frame.polars import Schema, pl
+from braidax.frame.summing.grouped import with_groups
 
 
 @dataclass(frozen=True)
@@ -160,9 +161,15 @@ class Runner:
         return self._meter.local(table.node, lambda: _whole(self._computed_buckets(table)))
 
     def _computed_buckets(self, table: Table) -> "list[pl.DataFrame]":
-        plans = lazy_of_each(table.node, table.buckets)
-        alone = any(calls_python(node.fields) for node in topological(table.node))  # a user's function may count on it
-        return each(pl.LazyFrame.collect, plans, 1 if alone else self.ranks.num_threads)
+        num_threads = self.ranks.num_threads
+        node, buckets = table.node, table.buckets
+        if any(calls_python(node.fields) for node in topological(table.node)):
+            num_threads = 1  # a user's function may count on it
+        elif self._keep is None:
+            node, buckets = with_groups(node, buckets, num_threads=num_threads)
+        if node.kind == "Supplied":
+            return [tables[node.fields["table"].name].whole() for tables in buckets]
+        return each(pl.LazyFrame.collect, lazy_of_each(node, buckets), num_threads)
 
     def compute(self, table: Table) -> Table:
         """Returns the table with its rows computed."""

@@ -489,11 +489,11 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 # All of them are compiled wherever braidax is installed, and by night as strictly as the quickest one.
-@pytest.mark.parametrize("count", [1, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, pytest.param(7, marks=pytest.mark.slow)])
 def test_the_bindings_are_compiled_or_it_is_said_why_not(
     build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    assert len(build.BUILT) == 6
+    assert len(build.BUILT) == 7
     if count == 1:
         at = [source.stem for source in build.SOURCES].index("permutation_binding")
         for name in ("SOURCES", "BUILT"):
@@ -535,7 +535,7 @@ def test_a_build_says_what_it_has_and_fails_where_it_lacks_what_is_required(
     hook.initialize("standard", data)
     assert there.exists()  # a checkout keeps its own, which git ignores and the wheel does not take
     assert data == {"artifacts": []}
-    assert hook.app.lines[-1].endswith("moves those of tables on servers: BRAIDAX_BINDINGS=none")
+    assert hook.app.lines[-1].endswith("Polars sums groups: BRAIDAX_BINDINGS=none")
     hook.initialize("editable", data)
     assert not there.exists()
 
@@ -558,5 +558,5 @@ def test_a_build_says_what_it_has_and_fails_where_it_lacks_what_is_required(
     assert data["tag"].startswith("cp311-abi3-linux_")
     assert hook.app.lines[-1] == (
         "braidax is built with tcp_binding.abi3.so, ucx_binding.abi3.so, permutation_binding.abi3.so, "
-        "record_binding.abi3.so, scatter_binding.abi3.so, rows_binding.abi3.so"
+        "record_binding.abi3.so, scatter_binding.abi3.so, groups_binding.abi3.so, rows_binding.abi3.so"
     )

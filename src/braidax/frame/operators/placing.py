@@ -14,15 +14,11 @@ from braidax.frame.moving.splitting import places_between, places_of
 from braidax.frame.moving.wire import portable_dtype
 from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.expressions import Expression, kind_of, polars_of
-from braidax.frame.plan.layout import Ranges
+from braidax.frame.plan.layout import INTEGERS, Ranges
 from braidax.frame.plan.supplying import schema_of
 from braidax.frame.polars import pl
 from braidax.frame.running import Runner, Table
 
-_INTEGERS = frozenset(
-    [pl.Int8, pl.Int16, pl.Int32, pl.Int64, pl.UInt8, pl.UInt16, pl.UInt32, pl.Date, pl.Time, pl.Datetime, pl.Duration]
-)
-"""Dtypes of which a value is an integer, in the order of the values."""
 _SAMPLED_ROWS = 20_000  # of each table of each rank, from which ranges are told
 _VALUE, _WEIGHT = HIDDEN + "value", HIDDEN + "weight"
 _SEED = 0x62726169  # another one than Polars' own, whose tables would else be filled unevenly
@@ -101,7 +97,7 @@ def _integers(frame: "pl.DataFrame", keys: Sequence[Expression], dtypes: Sequenc
         return None
     key = frame[names[0]]
     key = key if dtypes is None else key.cast(dtypes[0])
-    if key.dtype.base_type() not in _INTEGERS or key.null_count():
+    if key.dtype.base_type() not in INTEGERS or key.null_count():
         return None
     return key.to_physical().cast(pl.Int64)
 

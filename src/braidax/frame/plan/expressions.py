@@ -4,7 +4,7 @@ An expression is what Polars writes of it: a dict with one key, its kind, or a w
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -207,6 +207,17 @@ def _selected(value: Any, name: str) -> Any:
     if isinstance(value, list) and not (value and isinstance(value[0], int)):
         return [_selected(part, name) for part in value]
     return value
+
+
+def renamed(expression: Expression, names: Mapping[str, str]) -> Expression:
+    """Returns an expression without selectors of other columns. **Arguments:** `names`: the new name of each."""
+    if isinstance(expression, dict):
+        if kind_of(expression) == "Column" and len(expression) == 1:
+            return column(names[expression["Column"]])
+        return {key: renamed(part, names) for key, part in expression.items()}
+    if isinstance(expression, list) and not (expression and isinstance(expression[0], int)):
+        return [renamed(part, names) for part in expression]
+    return expression
 
 
 def columns_of(expression: Expression) -> list[str]:

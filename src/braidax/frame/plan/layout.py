@@ -11,6 +11,10 @@ from braidax.frame.plan.expressions import Expression, kind_of, polars_of
 from braidax.frame.plan.nodes import Node, topological
 from braidax.frame.polars import pl
 
+INTEGERS = frozenset(
+    [pl.Int8, pl.Int16, pl.Int32, pl.Int64, pl.UInt8, pl.UInt16, pl.UInt32, pl.Date, pl.Time, pl.Datetime, pl.Duration]
+)
+"""Dtypes of which a value is an integer, in the order of the values."""
 _KEEP_THE_LEFT_KEY = ("Inner", "Left", "Semi", "Anti")
 
 
