@@ -146,6 +146,14 @@ def test_limits_that_cannot_be_met_name_the_nearest() -> None:
         plan(MODEL.loss, optax.adam(1e-3), cluster=FAR, memory_bytes=10, **GIVEN)
 
 
+def test_what_nobody_compiles_needs_room_beside_what_is_predicted() -> None:
+    best = plan(MODEL.loss, optax.adam(1e-3), cluster=FAR, **GIVEN)
+    memory = float(best.ranked.predicted.memory_bytes[best.at])
+    for room, wins in ((1.251, True), (1.249, False)):
+        found = plan(MODEL.loss, optax.adam(1e-3), cluster=FAR, memory_bytes=int(room * memory), **GIVEN)
+        assert (found.ranked.name(found.at) == best.ranked.name(best.at)) == wins
+
+
 @pytest.mark.parametrize("name", ["measure", "memory_bytes"])
 def test_numbers_that_are_none_are_refused(name: str) -> None:
     options: dict[str, Any] = {**GIVEN, name: 0}

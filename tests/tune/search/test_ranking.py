@@ -243,6 +243,10 @@ def test_the_fastest_that_fits_wins_and_says_why() -> None:
         ArgumentError, match=r"memory_bytes=1200: it binds, all 2 .* data=4 fully_sharded, needs 2,400, 2 ×"
     ):
         rank(many, WORK, Cluster(4, 1e9, LINK, memory_bytes=1200))
+    assert rank(many, WORK, Cluster(4, 1e9, LINK, memory_bytes=3000), headroom=0.25).order == (1,)
+    told = r"needs 3,000 \(25 % more than is predicted, as nothing is compiled\), 1 ×"
+    with pytest.raises(ArgumentError, match=told):
+        rank(many, WORK, Cluster(4, 1e9, LINK, memory_bytes=2999), headroom=0.25)
 
 
 @pytest.mark.parametrize("name", ["devices", "batch_size"])

@@ -47,9 +47,11 @@ class _Asked(Reading):
     num_reads: int = 0
     is_streamed: ClassVar[bool] = True
 
-    def __call__(self, columns: list[str] | None, predicate: "pl.Expr | None", *_: Any) -> "Iterator[pl.DataFrame]":
+    def __call__(
+        self, columns: list[str] | None, predicate: "pl.Expr | None", num_rows: int | None, *_: Any
+    ) -> "Iterator[pl.DataFrame]":
         self.num_reads += 1
-        self.columns, self.predicate = columns, predicate
+        self.columns, self.predicate = columns, predicate if num_rows is None else None  # which is of the first rows
         yield self.frame if columns is None else self.frame.select(columns)
 
 

@@ -77,6 +77,15 @@ def wanted(frame: "pl.DataFrame", columns: list[str] | None, predicate: "pl.Expr
     return frame if columns is None else frame.select(columns)
 
 
+def first_rows(frames: "Iterator[pl.DataFrame]", num_rows: int) -> "Iterator[pl.DataFrame]":
+    """Yields the first rows of some frames, before any of them is filtered: so Polars asks a scan for them."""
+    for frame in frames:
+        yield frame.head(num_rows)
+        num_rows -= frame.height
+        if num_rows <= 0:
+            return
+
+
 def scan(name: str, schema: Schema) -> "pl.LazyFrame":
     """Returns a scan of a supplied table, for users' plans."""
     return register_io_source(_Stand(name), schema=schema, is_pure=True, explain_name=label_of(name))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from braidax.frame.plan.nodes import Node, supplied
-from braidax.frame.plan.supplying import Reading, lazy_of, wanted
+from braidax.frame.plan.supplying import Reading, first_rows, lazy_of, wanted
 from braidax.frame.polars import Schema, pl
 from braidax.frame.running import Table
 from braidax.frame.spilling.store import blocks
@@ -44,12 +44,12 @@ class Streamed(Reading):
     ) -> Iterator["pl.DataFrame"]:
         """Is the scan's function. See `polars.io.plugins.register_io_source`."""
         del batch_size
-        left = num_rows
         yield wanted(self.frame, columns, predicate)
-        for batch in self.batches_of(columns, predicate):
-            yield batch if left is None else batch.head(left)
-            if left is not None and (left := left - batch.height) <= 0:
-                return
+        if num_rows is None:
+            yield from self.batches_of(columns, predicate)
+            return
+        for batch in first_rows(self.batches_of(None, None), num_rows):
+            yield wanted(batch, columns, predicate)
 
 
 def stream(table: Table, *, most_bytes: int) -> Iterator["pl.DataFrame"]:

@@ -23,7 +23,7 @@ from braidax.tune.control.comparing import compare
 from .candidates import Candidates, candidates
 from .cluster import Cluster, Overheads
 from .predicting import NUM_PROGRAMS, predict
-from .ranking import Ranked, rank
+from .ranking import HEADROOM, Ranked, rank
 from .roles import DATA, STAGES
 from .workload import Workload, workload
 
@@ -145,8 +145,10 @@ def search(
     if memory_bytes is not None:
         cluster = replace(cluster, memory_bytes=memory_bytes)
     many = candidates(cluster.devices, num_samples, offered=work.offered)
-    ranked = rank(many if cluster.has_two_links else many.distinct(), work, cluster)
-    if not is_here and where.target is None:
+    is_compiled = is_here or where.target is not None
+    many = many if cluster.has_two_links else many.distinct()
+    ranked = rank(many, work, cluster, headroom=0.0 if is_compiled else HEADROOM)
+    if not is_compiled:
         return Found(ranked, (), ranked.order[0])
     tried: list[Tried] = []
     for at in _compilable(ranked, where, used, measure):

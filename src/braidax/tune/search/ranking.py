@@ -53,22 +53,30 @@ class Ranked(NamedTuple):
         return f"{told}: with {1 / memory:.3g} × its memory" if memory <= 0.99 else told
 
 
-def rank(many: Candidates, work: Workload, cluster: Cluster) -> Ranked:
+HEADROOM = 0.25
+"""Of predicted memory, that has to be free beside it where nobody compiles what was predicted."""
+
+
+def rank(many: Candidates, work: Workload, cluster: Cluster, *, headroom: float = 0.0) -> Ranked:
     """Ranks candidates by predicted seconds; of those as fast, what sends and holds less comes first.
+
+    **Arguments:** `headroom`: the share of predicted memory that has to be free beside it for a candidate to fit.
 
     **Raises:** `ArgumentError` when none fits: the limit, by how much, and the candidate that is the nearest.
     """
     predicted = predict(many, work, cluster)
-    fits = np.ones(len(many.sizes), bool)
+    fits, needs = np.ones(len(many.sizes), bool), predicted.memory_bytes * (1 + headroom)
     if cluster.memory_bytes is not None:
-        fits = predicted.memory_bytes <= cluster.memory_bytes
+        fits = needs <= cluster.memory_bytes
     order = np.lexsort((predicted.memory_bytes, many.microbatches, predicted.sent_bytes, predicted.seconds))
     ranked = Ranked(many, predicted, tuple(order[fits[order]].tolist()), int((~fits).sum()))
     if not ranked.order:
         least = int(np.argmin(predicted.memory_bytes))
-        needed, limit = float(predicted.memory_bytes[least]), float(cluster.memory_bytes or 0)
+        needed, limit = float(needs[least]), float(cluster.memory_bytes or 0)
+        told = f" ({100 * headroom:.3g} % more than is predicted, as nothing is compiled)" if headroom else ""
         raise ArgumentError(
             f"memory_bytes={cluster.memory_bytes}: it binds, all {len(order):,} candidates need more; the nearest, "
-            f"{ranked.name(least)}, needs {int(needed):,}, {needed / limit:.3g} × as much: give that, or more devices"
+            f"{ranked.name(least)}, needs {int(needed):,}{told}, {needed / limit:.3g} × as much: give that, or more "
+            "devices"
         )
     return ranked

@@ -19,7 +19,7 @@ from braidax.frame.moving.ranks import Ranks
 from braidax.frame.plan.building import select_columns
 from braidax.frame.plan.expressions import kind_of
 from braidax.frame.plan.nodes import Node
-from braidax.frame.plan.supplying import Reading, schema_of
+from braidax.frame.plan.supplying import Reading, first_rows, schema_of, wanted
 from braidax.frame.polars import Schema, pl
 from braidax.frame.running import Runner, Table
 
@@ -220,15 +220,15 @@ class LineReading(Reading):
     ) -> Iterator["pl.DataFrame"]:
         """Is the scan's function. See `polars.io.plugins.register_io_source`."""
         del batch_size
-        left = num_rows
         yield self.frame if columns is None else self.frame.select(columns)
+        if num_rows is not None:
+            for frame in first_rows((self._parse(data).collect() for data in self._lines.blocks()), num_rows):
+                yield wanted(frame, columns, predicate)
+            return
         for data in self._lines.blocks():
             lazy = self._parse(data)
             lazy = lazy if predicate is None else lazy.filter(predicate)
-            frame = (lazy if columns is None else lazy.select(columns)).collect()
-            yield frame if left is None else frame.head(left)
-            if left is not None and (left := left - frame.height) <= 0:
-                return
+            yield (lazy if columns is None else lazy.select(columns)).collect()
 
 
 def _path(node: Node) -> Path | None:
