@@ -7,6 +7,8 @@
 #include <stdint.h>
 #include <time.h>
 
+#include "arrays.h"
+
 #define ROUNDS_PER_LOOK 32       /* at the clock */
 #define ROUNDS_WHEN_CROWDED 4    /* the same where ranks are more than cores: another one has to run on this one */
 #define LARGE_BYTES 32768        /* copying more than that is done without the GIL */
@@ -40,7 +42,8 @@ static int make_names(void) {
     peer_name = PyUnicode_InternFromString("peer");
     dtype_name = PyUnicode_InternFromString("dtype");
     shape_name = PyUnicode_InternFromString("shape");
-    return finish_name && ready_name && done_name && num_bytes_name && peer_name && dtype_name && shape_name ? 0 : -1;
+    int are_made = finish_name && ready_name && done_name && num_bytes_name && peer_name && dtype_name && shape_name;
+    return are_made ? make_array_names() : -1;
 }
 
 static double now(void) {

@@ -30,6 +30,7 @@
 #define LOOK_ROUNDS 32           /* of progress: they take all that lies in a full queue of shared memory */
 #define IDLE_ROUNDS 1000         /* of progress in vain, besides one a request: nothing is copied any more */
 #define MAX_TRANSPORTS 16
+#define LITTLE_BYTES 256         /* UCX copies so little at once, where an element of its queues has room for it */
 
 #define DECLARE(result, name, parameters) static result(*name) parameters;
 UCX_FUNCTIONS(DECLARE)
@@ -314,7 +315,7 @@ static int hold(Request *request, PyObject *buffers, void **data, size_t *count,
     size_t num_parts = 0;
     for (Py_ssize_t i = 0; i < size; i++) {
         Py_buffer *view = &request->views[i];
-        if (PyObject_GetBuffer(PyTuple_GetItem(tuple, i), view, PyBUF_SIMPLE) < 0) goto end;
+        if (get_bytes(PyTuple_GetItem(tuple, i), view, PyBUF_SIMPLE) < 0) goto end;
         request->num_views++;
         if (view->len) {
             *data = view->buf;
@@ -377,7 +378,7 @@ static PyObject *begin_receive(Worker *self, unsigned peer, uint64_t tag, PyObje
     Request *request = new_request(self, operation, peer, 0);
     if (!request) return NULL;
     request->caller = caller;
-    if (PyObject_GetBuffer(buffer, &request->one, PyBUF_WRITABLE) < 0) {
+    if (get_bytes(buffer, &request->one, PyBUF_WRITABLE) < 0) {
         free_request(self, request);
         return NULL;
     }
@@ -399,9 +400,27 @@ static PyObject *begin_receive(Worker *self, unsigned peer, uint64_t tag, PyObje
     return begun(self, request, handle);
 }
 
+/* Sends what UCX copies at once, so that it knows no request; returns whether it did. */
+static int sent_at_once(Worker *self, unsigned peer, uint64_t tag, const char *data, size_t size) {
+    if (self->peers[peer].is_lost) return 0;
+    ucp_request_param_t param;
+    param.op_attr_mask = UCP_OP_ATTR_FLAG_FORCE_IMM_CMPL;
+    return !ucp_tag_send_nbx(self->peers[peer].endpoint, data, size, self->runs.rank << TAG_BITS | tag, &param);
+}
+
 /* Runs of schedules */
 
 #include "runs.h"
+
+/* The same of a headed message. */
+static int head_sent_at_once(Worker *self, const Run *run, const Step *step) {
+    char whole[LITTLE_BYTES];
+    size_t size = (size_t)step->num_bytes;
+    if (!step->capacity || size > sizeof whole - HEAD_BYTES) return 0;
+    memcpy(whole, run->head, HEAD_BYTES);
+    if (size) memcpy(whole + HEAD_BYTES, at(run, &step->to), size);
+    return sent_at_once(self, (unsigned)step->peer, run->tag, whole, HEAD_BYTES + size);
+}
 
 static void post(Worker *self, Request *request) {
     Ticket *ticket = &request->ticket;
@@ -430,7 +449,9 @@ static void post(Worker *self, Request *request) {
             data = request->headed, size = 2, param.datatype = UCP_DATATYPE_IOV;
         }
         param.cb.send = on_sent;
-        if (!peer->is_lost)
+        if (head_sent_at_once(self, run, step))
+            handle = NULL;
+        else if (!peer->is_lost)
             handle = ucp_tag_send_nbx(peer->endpoint, data, size, self->runs.rank << TAG_BITS | run->tag, &param);
     } else {
         param.op_attr_mask |= UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
@@ -483,8 +504,8 @@ static void spin(Worker *self, double seconds) { /* without the GIL */
 
 /* Polls as long as it spins, and tells what has ended. */
 static int poll_for(Worker *self, double seconds) {
-    if (!self->runs.num_large)
-        for (int round = 0; round < ROUNDS_WITH_GIL && !has_news(self); round++) progress(self);
+    int rounds_with_gil = self->runs.num_large ? 0 : self->is_crowded ? ROUNDS_WHEN_CROWDED : ROUNDS_WITH_GIL;
+    for (int round = 0; round < rounds_with_gil && !has_news(self); round++) progress(self);
     if (self->runs.running && seconds > 0 && seconds < RUN_SECONDS) seconds = RUN_SECONDS;
     if (self->runs.num_large && seconds > 0 && seconds < LARGE_SECONDS) seconds = LARGE_SECONDS;
     if (!has_news(self) && (self->runs.num_large || seconds > 0)) {
@@ -834,6 +855,7 @@ static PyMethodDef worker_methods[] = {
     {"send_receive_value", (PyCFunction)(void (*)(void))worker_send_receive_value, METH_FASTCALL, NULL},
     {"receive", (PyCFunction)(void (*)(void))worker_receive, METH_FASTCALL, NULL},
     {"run", (PyCFunction)(void (*)(void))worker_run, METH_FASTCALL, NULL},
+    {"repeat", (PyCFunction)(void (*)(void))worker_repeat, METH_FASTCALL, NULL},
     {"poll", (PyCFunction)worker_poll, METH_O, NULL},
     {"arm", (PyCFunction)worker_arm, METH_NOARGS, NULL},
     {"lose", (PyCFunction)worker_lose, METH_O, NULL},
@@ -884,6 +906,7 @@ static PyObject *module_load(PyObject *module, PyObject *path) {
 
 static PyMethodDef module_methods[] = {
     {"load", module_load, METH_O, NULL},
+    {"know_arrays", module_know_arrays, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -896,7 +919,7 @@ PyMODINIT_FUNC PyInit_ucx_binding(void) {
     if (!module) return NULL;
     PyObject *type = PyType_FromSpec(&worker_spec), *schedule = PyType_FromSpec(&schedule_spec);
     schedule_type = (PyTypeObject *)schedule; /* stays with the module, which stays */
-    if (!type || !schedule || make_names() < 0 ||
+    if (!type || !schedule || make_names() < 0 || add_repeats(module) < 0 ||
         PyModule_AddObjectRef(module, "Worker", type) < 0 || PyModule_AddObjectRef(module, "Schedule", schedule) < 0)
         Py_CLEAR(module);
     Py_XDECREF(type);
