@@ -202,26 +202,6 @@ def test_what_a_call_of_another_thread_ends_wakes_who_waits_for_it(
     assert time.monotonic() - began < LAG_SECONDS
 
 
-def test_who_waits_does_not_sleep_as_soon_as_something_else_has_ended(
-    transport: ByHand, progress: Progress, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To sleep and to wake takes longer than most answers, and a poll returns as soon as anything has ended."""
-    other, operation = begun(progress), begun(progress)
-    polls: list[list[Operation]] = [[operation], [], [other]]
-
-    def poll(spin_seconds: float) -> None:
-        transport.at_poll += polls.pop() if polls else []
-        ByHand.poll(transport, spin_seconds)
-
-    naps = list[float]()
-    monkeypatch.setattr(progress, "_poll", poll)
-    monkeypatch.setattr(progress, "_spin_seconds", LIMIT_SECONDS)
-    monkeypatch.setattr(progress._nap, "sleep", naps.append)
-    progress.wait([operation], time.monotonic() + LIMIT_SECONDS)
-    assert other.done
-    assert naps == []
-
-
 def test_what_a_call_ends_is_told_though_nobody_waits(transport: ByHand, progress: Progress) -> None:
     operation, ended = begun(progress), threading.Event()
     progress.then([operation], ended.set)

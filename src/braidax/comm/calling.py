@@ -147,7 +147,8 @@ class Calling:
         start = time.perf_counter()
         try:
             answer = (self._asking or self.asking).ask(rank, value, limit)
-            self.trace.note("comm", "ask", start, num_bytes_of(value))
+            num_bytes = value.nbytes if type(value) is _Array else num_bytes_of(value)
+            self.trace.note("comm", "ask", start, num_bytes)
         except (CallFailed, WaitTimeout):
             raise
         except BaseException as error:

@@ -123,7 +123,8 @@ class Progress:
             try:
                 spin_seconds = -1.0 if self._leader else self._spin_seconds
                 begun = self._begin_again(repeats, name, key, own, out, tag, spin_seconds)
-                called = self._moved()
+                self.hurried = True
+                called = self._told() if self._callbacks.ready or self._sleepers or self._sleeping else ()
             except BaseException as error:
                 self._refuse(error)
                 raise
@@ -141,7 +142,8 @@ class Progress:
             try:
                 spin_seconds = -1.0 if self._leader else self._spin_seconds
                 begun = self._send_receive_value(peer, tag, word, value, receive_tag, place, small, spin_seconds)
-                called = self._moved()
+                self.hurried = True
+                called = self._told() if self._callbacks.ready or self._sleepers or self._sleeping else ()
             except BaseException as error:
                 self._refuse(error)
                 raise
@@ -237,10 +239,12 @@ class Progress:
     def _now(self, begin: Callable[..., Any], *arguments: Any) -> Any:
         """Begins something, and moves messages along unless another caller does. **Arguments:** as of `QuickCalls`."""
         with self._lock:
-            self.check()
+            if self.failure is not None:
+                raise again(self.failure)
             try:
                 begun = begin(*arguments, -1.0 if self._leader else self._spin_seconds)
-                called = self._moved()
+                self.hurried = True
+                called = self._told() if self._callbacks.ready or self._sleepers or self._sleeping else ()
             except BaseException as error:
                 self._refuse(error)
                 raise
@@ -248,9 +252,8 @@ class Progress:
             self._call(called)
         return begun
 
-    def _moved(self) -> Sequence[Callable[[], None]]:
+    def _told(self) -> Sequence[Callable[[], None]]:
         """Returns what is to be called after a call that has moved messages, and wakes who is to go on."""
-        self.hurried = True
         called = self._ended() if self._callbacks.ready or self._sleepers else ()
         if self._sleeping:
             self._nap.ring()
@@ -328,7 +331,6 @@ class Progress:
         return self._leader == threading.get_ident()
 
     def _lead(self, operations: Sequence[Operation], deadline: float) -> None:
-        spins_until = time.monotonic() + self._spin_seconds
         while True:
             with self._lock:
                 self.check()
@@ -336,8 +338,7 @@ class Progress:
                     self._poll(self._spin_seconds)
                     called = self._ended()
                     done = all_done(operations)
-                    spins = not done and time.monotonic() < spins_until  # what has ended is something else
-                    self._sleeping = not done and not spins and self._transport.arm() and not called
+                    self._sleeping = not done and self._transport.arm() and not called
                 except BaseException as error:
                     self._break(error)
                     raise
@@ -353,7 +354,6 @@ class Progress:
                 raise late(self.world, operations)
             if self._sleeping:
                 self._nap.sleep(min(seconds, self._transport.nap_seconds or seconds, _LEFT_SECONDS))
-                spins_until = time.monotonic() + self._spin_seconds
         self._call(called)
 
     def _step_down(self) -> None:

@@ -232,7 +232,8 @@ def test_what_comes_again_is_told_apart(transport: str) -> None:
             assert comm.reduce_scatter(own).tolist() == [[5] * 3]
             gathered = comm.all_gather_into(own, np.empty((2, 2, 3)))
             assert gathered.tolist() == [[[2] * 3] * 2, [[3] * 3] * 2]
-            for root in (0, 1, np.int64(1)):
+            roots: list[Any] = [0, 1, np.int64(1)]
+            for root in roots:
                 for count in (4, 5):
                     array = np.full(count, comm.rank)
                     assert comm.broadcast_into(array, root=root) is array
@@ -309,7 +310,9 @@ def test_many_shapes_do_not_pile_up() -> None:
     def reduced(comm: Communicator) -> int:
         for count in range(1, 700):
             np.testing.assert_array_equal(comm.all_reduce(np.full(count, 1, np.int16)), 2)
-        return len(comm._group.arrays.repeats)
+        repeats = comm._group.arrays.repeats
+        assert repeats is not None
+        return len(repeats)
 
     assert max(results(2, reduced, transport="ucx")) <= 256
 

@@ -2,8 +2,9 @@
 
 The request comes under one tag for all, with a number that its sender has given to nothing else; what follows has that
 number in its tag. Up to 64 KiB of a value that do not fit in its first message go with that. What is larger follows in
-pieces, once the other side says that it takes them: so a rank keeps no more than one large value, whoever asks. Who has given up sends empty pieces, or says
-that it wants none. Pieces are sent from copies, so that nothing is read of a value any more once its owner gave up.
+pieces, once the other side says that it takes them: so a rank keeps no more than one large value, whoever asks. Who has
+given up sends empty pieces, or says that it wants none. Pieces are sent from copies, so that nothing is read of a value
+any more once its owner gave up.
 """
 
 import mmap

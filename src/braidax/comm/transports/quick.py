@@ -10,7 +10,7 @@ from braidax.comm.transports.transport import Operation, QuickCalls, SmallValues
 
 
 def know_arrays(know: Callable[[Any, int, Any], bool]) -> None:
-    """Shows a binding in C how arrays lie in memory, so that it finds their bytes. **Arguments:** `know`: its function."""
+    """Shows a binding in C how arrays lie in memory, so that it finds their bytes. **Arguments:** `know`: of it."""
     array = np.zeros((3, 2), np.float32)
     know(array, array.__array_interface__["data"][0], array.dtype)
 

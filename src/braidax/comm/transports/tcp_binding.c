@@ -65,7 +65,7 @@ static void free_request(Worker *self, Request *request) {
 }
 
 static void note_size(Worker *self, Request *request, size_t num_bytes) {
-    request->is_large = num_bytes > LARGE_BYTES;
+    request->is_large = num_bytes > (request->ticket.is_send ? LARGE_BYTES : LARGE_PLACE_BYTES);
     self->runs.num_large += (size_t)request->is_large;
 }
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, Protocol, final, runtime_checkable
 
 from braidax.connections.world import World
 from braidax.errors import CommError
@@ -14,8 +14,9 @@ Buffer = memoryview
 SmallValues = tuple[
     Callable[..., Any], Callable[..., bytes | None], Callable[[int], bytes | None], Callable[[bytes], tuple[Any, ...]]
 ]
-"""What small values are known by: what makes an array of a shape and dtype; what an array of a dtype and shape begins with; what bytes of a
-length begin with, both None for no small one; the bytes, shape and dtype (None of bytes) of what begins so."""
+"""What small values are known by: what makes an array of a shape and dtype; what an array of a dtype and shape begins
+with; what bytes of a length begin with, both None for no small one; the bytes, shape and dtype (None of bytes) of what
+begins so."""
 
 MAX_TAG = (1 << 44) - 1
 MAX_JOINED = 8
@@ -51,6 +52,7 @@ class Operation:
         self.finish()
 
 
+@runtime_checkable
 class Repeats(Protocol):
     """What collectives of a group are run with when they come again with such arrays. Too many are forgotten."""
 

@@ -30,7 +30,7 @@
 #define LOOK_ROUNDS 32           /* of progress: they take all that lies in a full queue of shared memory */
 #define IDLE_ROUNDS 1000         /* of progress in vain, besides one a request: nothing is copied any more */
 #define MAX_TRANSPORTS 16
-#define LITTLE_BYTES 256         /* UCX copies so little at once, where an element of its queues has room for it */
+#define LITTLE_BYTES 192         /* UCX copies so little at once, where an element of its queues has room for it */
 
 #define DECLARE(result, name, parameters) static result(*name) parameters;
 UCX_FUNCTIONS(DECLARE)
@@ -130,7 +130,8 @@ static void count(Worker *self, Request *request, int change) {
 }
 
 static void link_pending(Worker *self, Request *request) {
-    for (Py_ssize_t i = 0; i < request->num_views; i++) request->is_large |= request->views[i].len > LARGE_BYTES;
+    Py_ssize_t large_bytes = request->ticket.is_send ? LARGE_BYTES : LARGE_PLACE_BYTES;
+    for (Py_ssize_t i = 0; i < request->num_views; i++) request->is_large |= request->views[i].len > large_bytes;
     count(self, request, 1);
     request->previous = NULL;
     request->next = self->pending;
@@ -504,8 +505,8 @@ static void spin(Worker *self, double seconds) { /* without the GIL */
 
 /* Polls as long as it spins, and tells what has ended. */
 static int poll_for(Worker *self, double seconds) {
-    int rounds_with_gil = self->runs.num_large ? 0 : self->is_crowded ? ROUNDS_WHEN_CROWDED : ROUNDS_WITH_GIL;
-    for (int round = 0; round < rounds_with_gil && !has_news(self); round++) progress(self);
+    if (!self->runs.num_large)
+        for (int round = 0; round < ROUNDS_WITH_GIL && !has_news(self); round++) progress(self);
     if (self->runs.running && seconds > 0 && seconds < RUN_SECONDS) seconds = RUN_SECONDS;
     if (self->runs.num_large && seconds > 0 && seconds < LARGE_SECONDS) seconds = LARGE_SECONDS;
     if (!has_news(self) && (self->runs.num_large || seconds > 0)) {
