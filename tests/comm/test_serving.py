@@ -15,9 +15,9 @@ import pytest
 from braidax.comm import Communicator
 from braidax.comm.group_messages import ANSWER, ASK, BODY, tag_of
 from braidax.comm.messages import FIRST_BYTES, LENGTHS, Unpacking, pack
-from braidax.comm.serving.conversation import pieces_of
+from braidax.comm.serving.conversation import Talk, pieces_of
 from braidax.comm.serving.server import Requests
-from braidax.comm.small import decoded, encoded
+from braidax.comm.small import WHOLE_BYTES, decoded, encoded
 from braidax.comm.transports.transport import Operation
 from braidax.errors import Aborted, ArgumentError, CallFailed, CommError, WaitTimeout
 from tests.support.comm.ranks import in_turns, outcomes, results
@@ -167,6 +167,36 @@ def test_requests_of_one_rank_are_answered_in_their_order(transport: str) -> Non
 
     results(3, run, transport=transport)
     assert seen == {1: list(range(100)), 2: list(range(100))}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_values_come_back_whatever_their_size(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one message, in one that brings what does not fit there, and in pieces that are asked for."""
+    sizes = [1, FIRST_BYTES - 200, FIRST_BYTES, WHOLE_BYTES - 1, WHOLE_BYTES, WHOLE_BYTES + 1, 3 * WHOLE_BYTES]
+    asked, send_rest = list[int](), Talk.send_rest
+
+    def counted(talk: Talk, parcel: Any) -> Any:
+        asked.append(sum(map(len, parcel.rest)))
+        return send_rest(talk, parcel)
+
+    monkeypatch.setattr(Talk, "send_rest", counted)
+
+    def run(comm: Communicator) -> None:
+        if comm.rank == 0:
+            with comm.serve(echo) as server:
+                server.wait()
+            return
+        found = [comm.ask(0, np.random.default_rng(size).integers(0, 255, size, np.uint8)) for size in sizes]
+        for size, value in zip(sizes, found, strict=True):
+            np.testing.assert_array_equal(value, np.random.default_rng(size).integers(0, 255, size, np.uint8))
+        parts = [bytes([index]) * 3001 for index in range(20)]
+        listed = comm.ask(0, parts)
+        assert [bytes(part) for part in listed] == parts
+        assert [np.frombuffer(part, np.uint8).ctypes.data % 64 for part in listed] == [0] * 20
+        comm.end_asking(0)
+
+    results(2, run, transport=transport)
+    assert sorted(asked) == [WHOLE_BYTES + 1] * 2 + [3 * WHOLE_BYTES] * 2
 
 
 @pytest.mark.parametrize("lengths", [[3000], [0, 5, MIB - 5], [MIB - 1, 9], [3, 6 * MIB, 7 * MIB, 1]])
@@ -331,6 +361,9 @@ def test_no_memory_is_taken_on_the_word_of_a_message() -> None:
         (77, b"", "a word of kind 77"),
         (0, b"short", "a message is no value: one of 5 bytes"),
         (None, b"abc", "a word of 3 bytes"),
+        (0, LENGTHS.pack(10, 9000, 0) + b"x" * 10 + bytes(8999), "a message is no value: 9033 bytes that announce 34"),
+        (0, LENGTHS.pack(10, 9000, 0) + b"x" * 10 + bytes(9000), "a message is no value: a head of 10 bytes that says"),
+        (0, LENGTHS.pack(1 << 63, 1 << 63, 0) + bytes(9000), "a message is no value: 9024 bytes that announce 24"),
     ],
 )
 def test_hostile_requests_end_the_generation(kind: int | None, data: bytes, words: str) -> None:

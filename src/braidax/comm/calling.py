@@ -46,7 +46,7 @@ class Calling:
         self._is_quick = (
             group.progress.on_loss == "generation"
         )  # what a limit leaves under way ends with the generation
-        self._calls, self._ready, self._run_schedule = group.calls, group.arrays.ready, group.progress.run_now
+        self._calls, self._repeats, self._repeat = group.calls, group.arrays.repeats, group.progress.repeat
 
     def run(self, name: str, begin: Callable[..., Steps[T]], *arguments: Any, num_bytes: int = 0) -> T:
         """Runs an algorithm. **Arguments:** `begin`: returns it, given the arguments. `num_bytes`: for the span."""
@@ -58,37 +58,34 @@ class Calling:
             self._group.failed(name, error, self._limit())
             raise
 
-    def again(self, name: str, reduction: Any, array: Any, out: Any) -> Any:
+    def again(self, name: str, key: Any, array: Any, out: Any) -> Any:
         """Runs a collective that has come before with such arrays, in the fewest steps.
+
+        **Arguments:** `key`: its reduction, or root. `out`: None for a new array.
 
         **Returns:** its result; None, and nothing has begun, where no such one has come or something has to be checked.
         """
         start = time.perf_counter()
-        if type(array) is not _Array or self._unheard:
-            return None
-        ready = self._ready.get((name, reduction, array.dtype, array.shape))
-        if ready is None:
-            return None
-        compiled, head, shape, dtype = ready
-        if out is None:
-            out = np.empty(shape, dtype)
-        elif type(out) is not _Array or out.shape != shape or (out.dtype is not dtype and out.dtype != dtype):
+        if self._repeats is None or self._unheard:
             return None
         calls = self._calls
         try:
             try:
-                operation = self._run_schedule(calls.next_tag, compiled, head, array, out)
+                found = self._repeat(self._repeats, name, key, array, out, calls.next_tag)
             except (TypeError, ValueError, BufferError):  # of memory that is not as it should be
                 return None
+            if found is None:
+                return None
             calls.begin()
-            if operation is not None:
+            if type(found) is tuple:
+                operation, found = found
                 self.wait(operation)
-                tell_float_errors(reduction, dtype, operation.num_bytes)
+                tell_float_errors(key, found.dtype, operation.num_bytes)
             self.trace.note("comm", name, start, array.nbytes)
         except BaseException as error:
             self._group.failed(name, error, self._limit())
             raise
-        return out
+        return found
 
     def send(self, value: Value, dest: int, tag: int) -> None:
         """Sends a value, a small one in the fewest steps. **Arguments, Raises:** as of `Communicator.send`."""
@@ -150,7 +147,8 @@ class Calling:
         start = time.perf_counter()
         try:
             answer = (self._asking or self.asking).ask(rank, value, limit)
-            self.trace.note("comm", "ask", start, num_bytes_of(value))
+            num_bytes = value.nbytes if type(value) is _Array else num_bytes_of(value)
+            self.trace.note("comm", "ask", start, num_bytes)
         except (CallFailed, WaitTimeout):
             raise
         except BaseException as error:

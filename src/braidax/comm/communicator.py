@@ -168,8 +168,7 @@ class Communicator:
 
         **Returns:** `array`. **Raises:** as `reduce`.
         """
-        key, own, out = self._group.arrays.places(array, root)
-        if self._calling.again("broadcast_into", key, own, out) is None:
+        if self._calling.again("broadcast_into", root, *self._group.arrays.places(array, root)) is None:
             num_bytes = num_bytes_of(array)
             return self._calling.run("broadcast_into", self._group.broadcast_into, array, root, num_bytes=num_bytes)
         return array

@@ -171,6 +171,19 @@ def _rounded_up(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
+def first_and_rest(data: NDArray[np.uint8]) -> tuple[int, int]:
+    """Returns the bytes of the first message of a value, and those of the second one, as the first one says.
+
+    **Raises:** `CommError` for what says nothing.
+    """
+    if len(data) < LENGTHS.size:
+        raise _no_value(f"one of {len(data)} bytes")
+    head_bytes, body_bytes, _ = LENGTHS.unpack_from(data.data)
+    room = FIRST_BYTES - LENGTHS.size - head_bytes
+    num_rest = 0 if room >= body_bytes else body_bytes + (head_bytes if room < 0 else 0)
+    return LENGTHS.size + (head_bytes if room >= 0 else 0) + (0 if num_rest else body_bytes), num_rest
+
+
 class Unpacking:
     """A value that arrives: made of its first message, then given the rest.
 
@@ -183,17 +196,13 @@ class Unpacking:
     """
 
     def __init__(self, first: NDArray[np.uint8], make: Callable[[int], NDArray[np.uint8]] | None = None) -> None:
-        if len(first) < LENGTHS.size:
-            raise _no_value(f"one of {len(first)} bytes")
+        num_first, num_rest = first_and_rest(first)
         self._head_bytes, self._body_bytes, self.number = LENGTHS.unpack_from(first.data)
         self.first = first
-        room = FIRST_BYTES - LENGTHS.size - self._head_bytes
-        num_rest = 0 if room >= self._body_bytes else self._body_bytes + (self._head_bytes if room < 0 else 0)
         self.num_rest = num_rest
-        self._has_head = room >= 0
-        inside = (self._head_bytes if self._has_head else 0) + (0 if num_rest else self._body_bytes)
-        if len(first) != LENGTHS.size + inside:
-            raise _no_value(f"{len(first)} bytes that announce {LENGTHS.size + inside:,}")
+        self._has_head = self._head_bytes <= FIRST_BYTES - LENGTHS.size
+        if len(first) != num_first:
+            raise _no_value(f"{len(first)} bytes that announce {num_first:,}")
         try:
             self.rest = (make or empty)(num_rest) if num_rest else None
         except (MemoryError, ValueError, OverflowError) as error:
@@ -208,8 +217,8 @@ class Unpacking:
         about = self.first[start:] if self._has_head or self.rest is None else self.rest
         head = _head(about[: self._head_bytes], self._body_bytes)
         if self.rest is not None:
-            return value_of(head, self.rest if self._has_head else _aligned(self.rest[self._head_bytes :]))
-        return value_of(head, _aligned(self.first[start + self._head_bytes :]))
+            return value_of(head, self.rest if self._has_head else aligned(self.rest[self._head_bytes :]))
+        return value_of(head, aligned(self.first[start + self._head_bytes :]))
 
 
 @lru_cache(1024)
@@ -238,8 +247,8 @@ def _no_value(what: str) -> CommError:
     )
 
 
-def _aligned(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Copies bytes to memory of their own, aligned for every dtype."""
+def aligned(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Returns a copy of bytes in memory of their own, aligned for every dtype."""
     copy = empty(len(data))
     copy[:] = data
     return copy

@@ -21,7 +21,7 @@ from braidax.comm.losing.losses import Losses
 from braidax.comm.nap import Nap
 from braidax.comm.transports.bell import Bell
 from braidax.comm.transports.quick import quick_calls_of
-from braidax.comm.transports.transport import Buffer, Operation, Transport
+from braidax.comm.transports.transport import Buffer, Operation, SmallValues, Transport
 from braidax.comm.waiting import again, all_done, closed, late, left, words_of
 from braidax.comm.watch import LEAVING, SECOND_WORD_SECONDS, Notice, OnLoss, Watch
 from braidax.connections.world import World
@@ -43,8 +43,7 @@ class Progress:
 
     **Fields:** `failure`: what ended the generation. `told`: whether a call raised that. `takes_arrays`, `schedules`:
     see `Transport`.
-    `run_now`: as `run`, but moves it along at once. `send_receive`, `send_receive_value`: see `QuickCalls`. They raise
-    as `send_now`.
+    `send_receive`: see `QuickCalls`; raises as `send_now`.
     `hurried`: whether a caller moved messages lately, and will again: the thread then leaves it to callers for a while.
     `number`: returns a number that this rank has given nothing else. `left`: the ranks that have closed theirs. `lost`:
     those that are lost one by one, with the error of each; none where the generation ends with them, as `on_loss` says.
@@ -63,6 +62,7 @@ class Progress:
         self._quick = quick_calls_of(transport)
         self.schedules = transport.schedules
         self._begin_run: Any = None if transport.schedules is None else transport.schedules.run
+        self._begin_again: Any = None if transport.schedules is None else transport.schedules.repeat
         self._watch = watch
         self.left: Collection[int] = watch.left
         self.on_loss: OnLoss = on_loss
@@ -81,9 +81,8 @@ class Progress:
         self._released = False  # whether the transport is closed
         self._callbacks = Callbacks()
         self.number = partial(next, itertools.count())
-        self.run_now = partial(self._now, self._begin_run)
         self.send_receive = partial(self._now, self._quick.send_receive)
-        self.send_receive_value = partial(self._now, self._quick.send_receive_value)
+        self._send_receive_value = self._quick.send_receive_value
         self._left_at = 0.0  # when the latest rank left
         self._nap, self._wake_thread = Nap(transport.fileno()), Bell()
         self._thread = threading.Thread(target=self._run, name="braidax-comm", daemon=True)
@@ -115,6 +114,42 @@ class Progress:
     def run(self, tag: int, compiled: object, head: bytes, own: Any, out: Any) -> Operation | None:
         """Begins to run a schedule. **Arguments, Returns, Raises:** see `Schedules.run`; the failure, if any."""
         return self._now(self._run_without_spinning, tag, compiled, head, own, out)
+
+    def repeat(self, repeats: Any, name: str, key: Any, own: Any, out: Any, tag: int) -> Any:
+        """Runs a collective again, and moves it along. **Arguments, Returns, Raises:** see `Schedules.repeat`."""
+        with self._lock:  # as `_now`, whose way of passing arguments takes as long as all else
+            if self.failure is not None:
+                raise again(self.failure)
+            try:
+                spin_seconds = -1.0 if self._leader else self._spin_seconds
+                begun = self._begin_again(repeats, name, key, own, out, tag, spin_seconds)
+                self.hurried = True
+                called = self._told() if self._callbacks.ready or self._sleepers or self._sleeping else ()
+            except BaseException as error:
+                self._refuse(error)
+                raise
+        if called:
+            self._call(called)
+        return begun
+
+    def send_receive_value(
+        self, peer: int, tag: int, word: bytes, value: Any, receive_tag: int, place: Any, small: SmallValues
+    ) -> Any:
+        """See `QuickCalls`. **Raises:** as `send_now`."""
+        with self._lock:
+            if self.failure is not None:
+                raise again(self.failure)
+            try:
+                spin_seconds = -1.0 if self._leader else self._spin_seconds
+                begun = self._send_receive_value(peer, tag, word, value, receive_tag, place, small, spin_seconds)
+                self.hurried = True
+                called = self._told() if self._callbacks.ready or self._sleepers or self._sleeping else ()
+            except BaseException as error:
+                self._refuse(error)
+                raise
+        if called:
+            self._call(called)
+        return begun
 
     def _run_without_spinning(self, *arguments: Any) -> Operation | None:
         return self._begin_run(*arguments[:-1], -1.0)
@@ -203,25 +238,31 @@ class Progress:
 
     def _now(self, begin: Callable[..., Any], *arguments: Any) -> Any:
         """Begins something, and moves messages along unless another caller does. **Arguments:** as of `QuickCalls`."""
-        called: Sequence[Callable[[], None]] = ()
         with self._lock:
             if self.failure is not None:
                 raise again(self.failure)
             try:
                 begun = begin(*arguments, -1.0 if self._leader else self._spin_seconds)
                 self.hurried = True
-                if self._callbacks.ready or self._sleepers:
-                    called = self._ended()
-                if self._sleeping:
-                    self._nap.ring()
-            except (TypeError, ValueError, BufferError):  # of memory that the transport does not take
-                raise
+                called = self._told() if self._callbacks.ready or self._sleepers or self._sleeping else ()
             except BaseException as error:
-                self._break(error)
+                self._refuse(error)
                 raise
         if called:
             self._call(called)
         return begun
+
+    def _told(self) -> Sequence[Callable[[], None]]:
+        """Returns what is to be called after a call that has moved messages, and wakes who is to go on."""
+        called = self._ended() if self._callbacks.ready or self._sleepers else ()
+        if self._sleeping:
+            self._nap.ring()
+        return called
+
+    def _refuse(self, error: BaseException) -> None:
+        """Ends the generation for an error in the midst of a call, unless it is of memory that is not taken."""
+        if not isinstance(error, TypeError | ValueError | BufferError):
+            self._break(error)
 
     def _call(self, called: Sequence[Callable[[], None]]) -> None:
         """Calls what waited for operations that have ended; without the lock."""

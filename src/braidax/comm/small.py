@@ -2,7 +2,7 @@
 
 import math
 import struct
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,8 @@ import numpy as np
 from braidax.comm.messages import FIRST_BYTES, HEAD_ALIGNMENT, LENGTHS, Head, Value, head_of_array, parsed
 from braidax.comm.transports.transport import SmallValues
 
+WHOLE_BYTES = 1 << 16
+"""What of a request or an answer goes with its first message, though it does not fit in that of other values."""
 _MAX_BYTES = FIRST_BYTES // 2
 _SHORT_BYTES = 256  # of what says what a value is
 _Array: type = np.ndarray  # found quicker than an attribute of NumPy
@@ -58,16 +60,16 @@ def decoded(message: bytearray, begin: int = 0) -> tuple[Value] | None:
 
 
 @lru_cache(1024)
-def _start_of_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes | None:
+def _start_of_array(dtype: np.dtype[Any], shape: tuple[int, ...], max_bytes: int = _MAX_BYTES) -> bytes | None:
     if dtype.hasobject:
         return None
     head = head_of_array(dtype, shape)
-    return _start(head) if head.begins[-1] <= _MAX_BYTES else None
+    return _start(head) if head.begins[-1] <= max_bytes else None
 
 
 @lru_cache(1024)
-def _start_of_buffer(num_bytes: int) -> bytes | None:
-    return _start(Head((num_bytes,), "buffer")) if num_bytes <= _MAX_BYTES else None
+def _start_of_buffer(num_bytes: int, max_bytes: int = _MAX_BYTES) -> bytes | None:
+    return _start(Head((num_bytes,), "buffer")) if num_bytes <= max_bytes else None
 
 
 def _start(head: Head) -> bytes | None:
@@ -92,5 +94,10 @@ def _known(start: bytes) -> tuple[int, tuple[int, ...], np.dtype[Any] | None]:
     return num_bytes, head.shape, dtype
 
 
-SMALL: SmallValues = (_Array, _start_of_array, _start_of_buffer, _known)
-"""What a transport knows small values by."""
+SMALL: SmallValues = (
+    np.empty,
+    partial(_start_of_array, max_bytes=WHOLE_BYTES),
+    partial(_start_of_buffer, max_bytes=WHOLE_BYTES),
+    _known,
+)
+"""What a transport knows small requests and answers by."""

@@ -215,13 +215,104 @@ def test_the_same_collective_again_gets_results_of_its_own() -> None:
         results(2, reduced, transport=transport)
 
 
+@pytest.mark.parametrize("transport", ["in-process", "tcp", "ucx"])
+def test_what_comes_again_is_told_apart(transport: str) -> None:
+    """Collectives that differ in their reduction, root, dtype, shape or result alone; each of them several times."""
+
+    def repeated(comm: Communicator) -> None:
+        own = np.full((2, 3), comm.rank + 2.0)
+        for again in range(3):
+            for operand in (own, own.astype(np.float32), own.reshape(3, 2), own.reshape(6)):
+                for reduction, expected in ((np.add, 5), (np.multiply, 6), (np.maximum, 3), (np.minimum, 2)):
+                    out = None if again else np.empty_like(operand)
+                    found = comm.all_reduce(operand, reduction, out=out)
+                    assert (found.dtype, found.shape) == (operand.dtype, operand.shape)
+                    assert np.all(found == expected)
+                    assert out is None or found is out
+            assert comm.reduce_scatter(own).tolist() == [[5] * 3]
+            gathered = comm.all_gather_into(own, np.empty((2, 2, 3)))
+            assert gathered.tolist() == [[[2] * 3] * 2, [[3] * 3] * 2]
+            roots: list[Any] = [0, 1, np.int64(1)]
+            for root in roots:
+                for count in (4, 5):
+                    array = np.full(count, comm.rank)
+                    assert comm.broadcast_into(array, root=root) is array
+                    assert array.tolist() == [root] * count
+            comm.barrier()
+
+    results(2, repeated, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ucx"])
+def test_little_arrays_of_any_size_arrive(transport: str) -> None:
+    """Those that travel with what begins a collective: UCX takes some of them at once, which have to be copied."""
+
+    def exchanged(comm: Communicator) -> None:
+        for count in (0, 1, 7, 8, 91, 92, 93, 94, 127, 128, 129, 300, 2048):
+            own = np.arange(comm.size * count).astype(np.uint8).reshape(comm.size, count)
+            for again in range(2):
+                found = comm.all_to_all_into(own + np.uint8(10 * comm.rank + again), np.empty_like(own))
+                for rank, part in enumerate(found):
+                    np.testing.assert_array_equal(part, own[comm.rank] + np.uint8(10 * rank + again))
+
+    results(3, exchanged, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ucx"])
+def test_an_array_that_is_not_writable_is_not_filled_the_second_time(transport: str) -> None:
+    def filled(comm: Communicator) -> None:
+        array = np.full(4, comm.rank)
+        comm.broadcast_into(array, root=0)
+        array.flags.writeable = False
+        comm.broadcast_into(array + 1 if comm.rank == 0 else array, root=0)
+
+    found = outcomes(2, filled, transport=transport)
+    assert isinstance(found[1], ArgumentError)
+    assert isinstance(found[0], CommError | None)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ucx"])
+def test_bytes_are_received_only_where_they_may_be_written(transport: str) -> None:
+    """Arrays of any dtype and layout: what cannot be filled as it is, is not."""
+    dtypes = ["f8", ">i2", "c16", "S3", "M8[s]", "i4,f8", ml_dtypes.bfloat16]
+    forms = [(), (0,), (5,), (2, 3), (1, 0, 2)]
+    refused: list[Callable[[], Any]] = [
+        lambda: _read_only(5),
+        lambda: np.zeros((4, 4)).T[1:],
+        lambda: np.zeros(10)[::2],
+    ]
+
+    def moved(comm: Communicator) -> None:
+        for dtype in dtypes:
+            for shape in forms:
+                num_bytes = np.empty(shape, dtype).nbytes
+                sent = np.arange(num_bytes).astype(np.uint8).tobytes()
+                if comm.rank == 0:
+                    comm.send_buffer(np.frombuffer(sent, np.uint8).copy(), 1)
+                    continue
+                place = np.zeros(shape, dtype)
+                assert comm.recv_buffer(place, 0) == num_bytes
+                assert place.tobytes() == sent
+        if comm.rank:
+            for make in refused:
+                place = make()
+                before = place.tolist()
+                with pytest.raises((TypeError, ValueError, BufferError, ArgumentError)):
+                    comm._progress.receive_now(0, 7, place)
+                assert place.tolist() == before
+
+    results(2, moved, transport=transport)
+
+
 def test_many_shapes_do_not_pile_up() -> None:
     """A group remembers some schedules, and makes the others anew."""
 
     def reduced(comm: Communicator) -> int:
         for count in range(1, 700):
             np.testing.assert_array_equal(comm.all_reduce(np.full(count, 1, np.int16)), 2)
-        return len(comm._group.arrays.ready)
+        repeats = comm._group.arrays.repeats
+        assert repeats is not None
+        return len(repeats)
 
     assert max(results(2, reduced, transport="ucx")) <= 256
 

@@ -1,5 +1,6 @@
 """The collectives of arrays: what they take is checked, and the schedules that run them are made once."""
 
+import contextlib
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar, cast, final
 
@@ -35,30 +36,22 @@ class What(NamedTuple):
     root: int = 0
 
 
-class Ready(NamedTuple):
-    """What a collective is run with when it comes again. **Fields:** `shape`, `dtype`: of its result."""
-
-    compiled: object
-    head: bytes
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
 @final
 class Arrays:
     """The collectives of arrays of a group. Its methods are those of `Communicator`.
 
     **Arguments:** `calls`: of the group.
 
-    **Fields:** `ready`: where the transport runs schedules on arrays as they are, what collectives that have come
-    before are run with, by name, reduction (of a broadcast: see `places`), and dtype and shape of the array.
+    **Fields:** `repeats`: what collectives that have come before are run with, known by their reduction, or root; None
+    where the transport does not run schedules on arrays as they are.
     """
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._size = len(calls.ranks)
         self._runnable = lru_cache(_MAX_SCHEDULES)(self._made)
-        self.ready: dict[tuple[Any, ...], Ready] = {}
+        schedules, on_loss = calls.progress.schedules, calls.progress.on_loss
+        self.repeats = None if schedules is None or on_loss == "peer" else schedules.repeats()
 
     def barrier(self) -> Steps[None]:
         """Returns the algorithm of `Communicator.barrier`."""
@@ -114,25 +107,23 @@ class Arrays:
         own, out = (whole, NOTHING) if self._calls.rank == root else (NOTHING, whole)
         head = f"broadcast_into from root {root} of {whole.dtype}{list(whole.shape)}"
         what = What("broadcast_into", whole.nbytes, whole.dtype, root=root)
-        return _returning(array, self._run(what, self.places(array, root)[0], own, out, head))
+        return _returning(array, self._run(what, int(root), own, out, head))
 
-    def places(self, array: Any, root: Any) -> tuple[Any, Any, Any]:
-        """Returns what a broadcast of an array is told by when it comes again, and what this member has and fills."""
-        if type(root) is not int or type(array) is not np.ndarray:
-            return None, NOTHING, NOTHING
-        key = root, array.dtype, array.shape
-        return (key, array, NOTHING) if root == self._calls.rank else (key, NOTHING, array)
+    def places(self, array: Any, root: Any) -> tuple[Any, Any]:
+        """Returns what this member has and fills in a broadcast."""
+        return (array, NOTHING) if type(root) is int and root == self._calls.rank else (NOTHING, array)
 
     def _run(
         self, what: What, key: Any, own: NDArray[Any], out: NDArray[Any], head: bytes | str
     ) -> Steps[NDArray[Any]]:
-        """Runs a collective. **Arguments:** `key`: tells it, with its name and operand, when it comes again."""
+        """Runs a collective. **Arguments:** `key`: tells it, with its name and arrays, when it comes again."""
         head = _head(head) if isinstance(head, str) else head
         runnable = self._runnable(what)
-        if runnable.compiled is not None and self._calls.progress.on_loss == "generation":
-            if len(self.ready) >= _MAX_SCHEDULES:
-                self.ready.clear()
-            self.ready[what.name, key, own.dtype, own.shape] = Ready(runnable.compiled, head, out.shape, out.dtype)
+        if self.repeats is not None and runnable.compiled is not None:
+            with contextlib.suppress(ValueError):  # it has more dims than is usual
+                self.repeats.remember(
+                    what.name, key, own.shape, own.dtype, out.shape, out.dtype, runnable.compiled, head
+                )
         return _returning(out, run(self._calls.next(head), runnable, own, out))
 
     def _made(self, what: What) -> Runnable:

@@ -23,13 +23,14 @@ from braidax.comm.serving.conversation import (
     Talk,
     Withdrawn,
     arriving_of,
+    in_one,
     over,
     run_until,
     unexpected,
     word_of,
 )
 from braidax.comm.small import SMALL
-from braidax.comm.transports.transport import Operation
+from braidax.comm.transports.transport import MAX_JOINED, Operation
 from braidax.connections.raised import Raised
 from braidax.errors import ArgumentError, CallFailed, CommError, WaitTimeout
 
@@ -72,18 +73,19 @@ class Asking:
                 return heard[1]
             raise self._failed(rank, HEADER.unpack(heard[0])[0], heard[1])
         if type(heard) is bytearray:
-            heard = over(peer, heard, place)
+            heard = over(peer, len(heard))
         return self._rest(rank, number, None, heard, place, timeout_seconds)
 
     def _ask_any(self, rank: int, value: Value, timeout_seconds: float) -> Value:
         self._check(rank, timeout_seconds)
         number = self._number() & MAX_NUMBER
-        parcel, place = pack(value), np.empty(PLACE_BYTES, np.uint8)
-        words = (HEADER.pack(REQUEST, number), b"".join(parcel.first))
+        parcel, place = in_one(pack(value)), np.empty(PLACE_BYTES, np.uint8)
+        words = (HEADER.pack(REQUEST, number), *parcel.first)
+        words = words if len(words) <= MAX_JOINED else (b"".join(words),)
         peer = self._group.ranks[rank]
         heard = self._send_receive(peer, self._tag, words, self._answers | number, place)
         if type(heard) is bytearray:
-            heard = over(peer, heard, place)
+            heard = over(peer, len(heard))
         return self._rest(rank, number, parcel, heard, place, timeout_seconds)
 
     def _rest(

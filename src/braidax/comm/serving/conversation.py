@@ -1,9 +1,10 @@
 """What one who asks and one who serves send to each other about one request.
 
 The request comes under one tag for all, with a number that its sender has given to nothing else; what follows has that
-number in its tag. A value that does not fit in its first message follows in pieces, once the other side says that it
-takes them: so a rank keeps no more than one large value, whoever asks. Who has given up sends empty pieces, or says
-that it wants none. Pieces are sent from copies, so that nothing is read of a value any more once its owner gave up.
+number in its tag. Up to 64 KiB of a value that do not fit in its first message go with that. What is larger follows in
+pieces, once the other side says that it takes them: so a rank keeps no more than one large value, whoever asks. Who has
+given up sends empty pieces, or says that it wants none. Pieces are sent from copies, so that nothing is read of a value
+any more once its owner gave up.
 """
 
 import mmap
@@ -17,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.comm.group_messages import Steps
-from braidax.comm.messages import FIRST_BYTES, Parcel, Unpacking, empty
+from braidax.comm.messages import FIRST_BYTES, Parcel, Unpacking, aligned, empty, first_and_rest
 from braidax.comm.progress import Progress
 from braidax.comm.request import Request
+from braidax.comm.small import WHOLE_BYTES
 from braidax.comm.transports.transport import Buffer, Operation
 from braidax.connections.world import World
 from braidax.errors import CommError, WaitTimeout
@@ -31,7 +33,7 @@ REQUEST, DONE, GO, DROP, ANSWER, RAISED = range(6)
 
 HEADER = struct.Struct("<QQ")
 """What a word begins with: its kind, and the number of the request where that is new."""
-PLACE_BYTES = HEADER.size + FIRST_BYTES
+PLACE_BYTES = HEADER.size + FIRST_BYTES + WHOLE_BYTES
 _PIECE_BYTES = 1 << 20
 _NUM_AHEAD = 4  # pieces under way
 _NO_MEMORY = memoryview(b"")
@@ -60,7 +62,8 @@ class Talk:
     def say(self, kind: int, number: int = 0, first: Sequence[Buffer | bytes] = ()) -> None:
         """Sends a word, or the first message of a value."""
         message = b"".join((HEADER.pack(kind, number), *first))
-        self.progress.send_now(self.peer, self._sends, (memoryview(message),))
+        send = self.progress.send_now if len(message) <= FIRST_BYTES else self.progress.send  # it takes its time
+        send(self.peer, self._sends, (memoryview(message),))
 
     def hear(self, place: NDArray[np.uint8]) -> Operation:
         """Begins to receive the next word."""
@@ -120,11 +123,17 @@ class Talk:
         return self.progress.receive(self.peer, self._receives, place)
 
 
-def over(peer: int, message: bytearray, place: NDArray[np.uint8]) -> Operation:
-    """Returns the operation of a message that has come, for who goes on with operations; it is put in a place."""
-    place[: len(message)] = message
+def in_one(parcel: Parcel) -> Parcel:
+    """Returns a value on its way all of which goes with its first message, if it is not large."""
+    if sum(map(len, parcel.rest)) > WHOLE_BYTES:
+        return parcel
+    return Parcel([*parcel.first, *parcel.rest], [], parcel.number)
+
+
+def over(peer: int, num_bytes: int) -> Operation:
+    """Returns the operation of a message that is in its place, for who goes on with operations."""
     operation = Operation(peer)
-    operation.finish(len(message))
+    operation.finish(num_bytes)
     return operation
 
 
@@ -137,8 +146,17 @@ def word_of(world: World, peer: int, message: NDArray[np.uint8] | bytearray) -> 
 
 
 def arriving_of(message: NDArray[np.uint8]) -> Unpacking:
-    """Returns the value of a message, as far as it is here; there is memory for no more. **Raises:** `CommError`."""
-    return Unpacking(message[HEADER.size :], make=lambda num_bytes: empty(0))
+    """Returns the value of a message, as far as it is here; there is memory for no more. **Raises:** `CommError`.
+
+    Its memory is that of the message for what is copied anyway, and otherwise its own.
+    """
+    data = message[HEADER.size :]
+    num_first, num_rest = first_and_rest(data)
+    if not num_rest or len(data) != num_first + num_rest:
+        return Unpacking(data, make=lambda num_bytes: empty(0))
+    arriving = Unpacking(data[:num_first], make=lambda num_bytes: aligned(data[num_first:]))
+    arriving.num_rest = 0  # nothing is left to be asked for
+    return arriving
 
 
 def unexpected(world: World, peer: int, what: str) -> CommError:

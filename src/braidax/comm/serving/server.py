@@ -28,6 +28,7 @@ from braidax.comm.serving.conversation import (
     Talk,
     Withdrawn,
     arriving_of,
+    in_one,
     run_until,
     unexpected,
     word_of,
@@ -74,13 +75,15 @@ class Requests:
         self._receives: dict[int, Operation | _Message] = {}  # each rank's next request, or what receives that
         self._send_receive_value = group.progress.send_receive_value
         self._ranks, self._turn = list(self._places), -1
+        self._peers = list(group.ranks)
 
     def next(self) -> int | None:
         """Returns a rank whose request is here, all in turn; None if there is none."""
-        for _ in self._ranks:
-            self._turn = (self._turn + 1) % len(self._ranks)
-            received = self._receives.get(rank := self._ranks[self._turn])
-            if received is not None and (not isinstance(received, Operation) or received.done):
+        ranks, receives = self._ranks, self._receives
+        for _ in ranks:
+            self._turn = turn = (self._turn + 1) % len(ranks)
+            received = receives.get(rank := ranks[turn])
+            if received is not None and (type(received) is not Operation or received.done):
                 return rank
         return None
 
@@ -104,7 +107,7 @@ class Requests:
         **Arguments:** `number`: of the request. **Returns:** whether it did. **Raises:** as `Progress.send_receive`.
         """
         heard = self._send_receive_value(
-            self.group.ranks[rank], self._answers | number, _ANSWERED, answer, self._tag, self._places[rank], SMALL
+            self._peers[rank], self._answers | number, _ANSWERED, answer, self._tag, self._places[rank], SMALL
         )
         if heard is None:
             return False
@@ -280,11 +283,10 @@ class Server:
     def _heed(self, rank: int, message: _Message) -> None:
         """Does what a rank wants, and receives its next request."""
         self._heard_at = time.monotonic()
-        peer = self._group.ranks[rank]
         if isinstance(message, tuple):
             kind, number = HEADER.unpack(message[0])
         else:
-            kind, number = word_of(self._progress.world, peer, message)
+            kind, number = word_of(self._progress.world, self._group.ranks[rank], message)
         if kind == DONE:
             with self._changed.lock:
                 self._requests.done[rank] += 1
@@ -293,7 +295,7 @@ class Server:
             if self._answer(rank, number, message):
                 return
         else:
-            raise unexpected(self._progress.world, peer, f"a word of kind {kind}")
+            raise unexpected(self._progress.world, self._group.ranks[rank], f"a word of kind {kind}")
         self._requests.post(rank)
 
     def _answer(self, rank: int, number: int, message: _Message) -> bool:
@@ -366,9 +368,9 @@ class Server:
     def _reply(self, talk: Talk, kind: int, answer: Value) -> Steps[None]:
         """Sends an answer, of which a large one follows if it is wanted."""
         try:
-            parcel = pack(answer)
+            parcel = in_one(pack(answer))
         except Exception as error:  # noqa: BLE001 (the handler returned no value, or there is no memory for it)
-            kind, parcel = RAISED, pack(_told(error))
+            kind, parcel = RAISED, in_one(pack(_told(error)))
         talk.say(kind, first=parcel.first)
         if not parcel.rest:
             return

@@ -1,7 +1,8 @@
 /* What Python calls to send and to receive.
  *
  * Who includes this has functions `begin_send` and `begin_receive`, which return None or raise, `parse_peer`, `usable`
- * and `poll_for`. */
+ * and `poll_for`; and `sent_at_once`, which is tried with up to LITTLE_BYTES, and returns whether it has sent them without
+ * looking at them any more. */
 
 #ifndef BRAIDAX_CALLS_H
 #define BRAIDAX_CALLS_H
@@ -42,27 +43,41 @@ static PyObject *worker_receive(Worker *self, PyObject *const *arguments, Py_ssi
     return begin(self, arguments, count, 0);
 }
 
-/* Returns a tuple of one `bytes`, a copy of the concatenation of a tuple of buffers. */
-static PyObject *joined(PyObject *buffers) {
-    Py_buffer views[MAX_JOINED];
-    Py_ssize_t size = PyTuple_Check(buffers) ? PyTuple_Size(buffers) : -1, num_views = 0, num_bytes = 0;
-    PyObject *bytes = NULL, *tuple = NULL;
-    if (size < 0 || size > MAX_JOINED)
-        return PyErr_Format(PyExc_TypeError, "expected a tuple of at most %d buffers", MAX_JOINED);
-    for (; num_views < size; num_views++) {
-        if (PyObject_GetBuffer(PyTuple_GetItem(buffers, num_views), &views[num_views], PyBUF_SIMPLE) < 0) break;
-        num_bytes += views[num_views].len;
-    }
-    if (num_views == size) bytes = PyBytes_FromStringAndSize(NULL, num_bytes);
-    char *end = bytes ? PyBytes_AsString(bytes) : NULL;
+static void put_together(char *end, const Py_buffer *views, Py_ssize_t num_views) {
     for (Py_ssize_t i = 0; i < num_views; i++) {
-        if (end && views[i].len) memcpy(end, views[i].buf, (size_t)views[i].len);
-        if (end) end += views[i].len;
-        PyBuffer_Release(&views[i]);
+        if (views[i].len) memcpy(end, views[i].buf, (size_t)views[i].len);
+        end += views[i].len;
     }
-    if (bytes) tuple = PyTuple_Pack(1, bytes);
+}
+
+/* Sends a copy of the concatenation of buffers. */
+static int send_views(Worker *self, unsigned peer, uint64_t tag, const Py_buffer *views, Py_ssize_t num_views) {
+    char little[LITTLE_BYTES + 1];
+    Py_ssize_t num_bytes = 0;
+    for (Py_ssize_t i = 0; i < num_views; i++) num_bytes += views[i].len;
+    if (num_bytes <= LITTLE_BYTES) {
+        put_together(little, views, num_views);
+        if (sent_at_once(self, peer, tag, little, (size_t)num_bytes)) return 0;
+    }
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, num_bytes), *tuple = bytes ? PyTuple_Pack(1, bytes) : NULL;
+    if (tuple) put_together(PyBytes_AsString(bytes), views, num_views);
+    PyObject *begun = tuple ? begin_send(self, peer, tag, tuple, NULL) : NULL;
     Py_XDECREF(bytes);
-    return tuple;
+    Py_XDECREF(tuple);
+    Py_XDECREF(begun);
+    return begun ? 0 : -1;
+}
+
+/* The same of a tuple of buffers. */
+static int send_copy(Worker *self, unsigned peer, uint64_t tag, PyObject *buffers) {
+    Py_buffer views[MAX_JOINED];
+    Py_ssize_t size = PyTuple_Check(buffers) ? PyTuple_Size(buffers) : -1, num_views = 0;
+    if (size < 0 || size > MAX_JOINED)
+        return PyErr_Format(PyExc_TypeError, "expected a tuple of at most %d buffers", MAX_JOINED), -1;
+    while (num_views < size && get_bytes(PyTuple_GetItem(buffers, num_views), &views[num_views], PyBUF_SIMPLE) == 0) num_views++;
+    int failed = num_views < size ? -1 : send_views(self, peer, tag, views, num_views);
+    for (Py_ssize_t i = 0; i < num_views; i++) PyBuffer_Release(&views[i]);
+    return failed;
 }
 
 static int tell_caller(Worker *self, Request *request) {
@@ -87,12 +102,7 @@ static int leave_receive(Worker *self, Caller *caller, int failed) {
  * for -1 seconds. Returns whether that failed; otherwise the caller is over, or has the operation of the receive. */
 static int send_receive(Worker *self, unsigned peer, uint64_t sent, PyObject *buffers, uint64_t received, PyObject *place,
                         double seconds, Caller *caller) {
-    PyObject *copy = joined(buffers), *begun = copy ? begin_send(self, peer, sent, copy, NULL) : NULL;
-    Py_XDECREF(copy);
-    if (begun) {
-        Py_DECREF(begun);
-        begun = begin_receive(self, peer, received, place, NULL, caller);
-    }
+    PyObject *begun = send_copy(self, peer, sent, buffers) < 0 ? NULL : begin_receive(self, peer, received, place, NULL, caller);
     int failed = !begun || (!caller->is_over && seconds >= 0 && poll_for(self, seconds) < 0);
     if (!caller->is_over) failed = leave_receive(self, caller, failed);
     Py_XDECREF(begun);
@@ -115,7 +125,7 @@ static PyObject *worker_send_receive(Worker *self, PyObject *const *arguments, P
     double seconds = PyFloat_AsDouble(arguments[5]);
     if (seconds == -1 && PyErr_Occurred()) return NULL;
     Py_buffer place;
-    if (PyObject_GetBuffer(arguments[4], &place, PyBUF_WRITABLE) < 0) return NULL;
+    if (get_bytes(arguments[4], &place, PyBUF_WRITABLE) < 0) return NULL;
     Caller caller = {.is_over = 0};
     int failed = send_receive(self, peer, sent, arguments[2], received, arguments[4], seconds, &caller);
     PyObject *result = caller.operation;
@@ -124,6 +134,7 @@ static PyObject *worker_send_receive(Worker *self, PyObject *const *arguments, P
     return result;
 }
 
+#include "repeats.h"
 #include "small_values.h"
 
 #endif

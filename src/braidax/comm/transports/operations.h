@@ -7,9 +7,12 @@
 #include <stdint.h>
 #include <time.h>
 
+#include "arrays.h"
+
 #define ROUNDS_PER_LOOK 32       /* at the clock */
 #define ROUNDS_WHEN_CROWDED 4    /* the same where ranks are more than cores: another one has to run on this one */
 #define LARGE_BYTES 32768        /* copying more than that is done without the GIL */
+#define LARGE_PLACE_BYTES 131072 /* the same of a place for what comes: that of a request gets little most of the time */
 #define LARGE_SECONDS 2e-3       /* of spinning at least, while a large message may be on its way: to wake costs more */
 #define MAX_TURNS_AT_REST 100    /* of a core that spins, so that one it shares its units with copies faster */
 #define TURNS_PER_SECOND 2e6     /* of spinning before them: a small part of it, as what is waited for may come meanwhile */
@@ -40,7 +43,8 @@ static int make_names(void) {
     peer_name = PyUnicode_InternFromString("peer");
     dtype_name = PyUnicode_InternFromString("dtype");
     shape_name = PyUnicode_InternFromString("shape");
-    return finish_name && ready_name && done_name && num_bytes_name && peer_name && dtype_name && shape_name ? 0 : -1;
+    int are_made = finish_name && ready_name && done_name && num_bytes_name && peer_name && dtype_name && shape_name;
+    return are_made ? make_array_names() : -1;
 }
 
 static double now(void) {

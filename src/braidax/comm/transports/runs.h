@@ -300,8 +300,7 @@ static int is_aligned(const Py_buffer *view, const Schedule *schedule) {
 
 static int hold_places(Run *run, PyObject *own, PyObject *out) {
     const Schedule *schedule = run->schedule;
-    if (PyObject_GetBuffer(own, &run->own, PyBUF_SIMPLE) < 0) return -1;
-    if (PyObject_GetBuffer(out, &run->out, PyBUF_WRITABLE) < 0) return -1;
+    if (get_bytes(own, &run->own, PyBUF_SIMPLE) < 0 || get_bytes(out, &run->out, PyBUF_WRITABLE) < 0) return -1;
     const char *own_begin = run->own.buf, *out_begin = run->out.buf;
     int overlaps = run->own.len && run->out.len && own_begin < out_begin + run->out.len && out_begin < own_begin + run->own.len;
     if (overlaps && (own_begin != out_begin || run->own.len != run->out.len || !schedule->reduction))

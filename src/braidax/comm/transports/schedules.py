@@ -1,19 +1,24 @@
 """What runs the schedules of collectives in the bindings in C."""
 
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
-from braidax.comm.transports.transport import Operation, disagreeing, of_another_length
+import numpy as np
+
+from braidax.comm.transports.transport import Operation, Repeats, disagreeing, of_another_length
 from braidax.connections.world import World
 
 
 @final
 class BindingSchedules:
-    """Runs schedules in a binding; see `Schedules`. **Arguments:** `make`: its `Schedule`. `run`: of its worker."""
+    """Runs schedules in a binding; see `Schedules`. **Arguments:** `binding`: the module. `worker`: of it."""
 
-    def __init__(self, make: Callable[..., object], run: Callable[..., Operation | None]) -> None:
-        self._make = make
-        self.run = run  # and no method that calls it: small collectives are counted in microseconds
+    def __init__(self, binding: Any, worker: Any) -> None:
+        self._make: Callable[..., object] = binding.Schedule
+        self._make_repeats: Callable[[Any], Repeats] = binding.Repeats
+        # No methods that call them: small collectives are counted in microseconds.
+        self.run: Callable[..., Operation | None] = worker.run
+        self.repeat: Callable[..., Any] = worker.repeat
 
     def compile(
         self, rows: bytes, sizes: tuple[int, int, int], num_tickets: int, operation: str, dtype: str
@@ -23,6 +28,10 @@ class BindingSchedules:
             return self._make(rows, sizes, num_tickets, operation, dtype)
         except LookupError:
             return None
+
+    def repeats(self) -> Repeats:
+        """See `Schedules.repeats`."""
+        return self._make_repeats(np.empty)
 
 
 def disagree(

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal, final
 
 from braidax.bindings import import_binding
+from braidax.comm.transports.quick import know_arrays
 from braidax.comm.transports.schedules import BindingSchedules, disagree
 from braidax.comm.transports.tcp_link import lost
 from braidax.comm.transports.tcp_worker import TcpWorker
@@ -46,7 +47,8 @@ class TcpTransport(Transport):
             self._worker = binding.Worker()
             worker = self._worker
             self.quick = QuickCalls(worker.send, worker.receive, worker.send_receive, worker.send_receive_value)
-            self.schedules = BindingSchedules(binding.Schedule, self._worker.run)
+            self.schedules = BindingSchedules(binding, worker)
+            know_arrays(binding.know_arrays)
             self.takes_arrays = True
         # A call of our own would be a good part of the time of a small message.
         self.send = self._worker.send

@@ -65,7 +65,7 @@ static void free_request(Worker *self, Request *request) {
 }
 
 static void note_size(Worker *self, Request *request, size_t num_bytes) {
-    request->is_large = num_bytes > LARGE_BYTES;
+    request->is_large = num_bytes > (request->ticket.is_send ? LARGE_BYTES : LARGE_PLACE_BYTES);
     self->runs.num_large += (size_t)request->is_large;
 }
 
@@ -255,7 +255,7 @@ static int hold(Request *request, PyObject *buffers) {
     }
     for (Py_ssize_t i = 0; i < size; i++) {
         Py_buffer *view = &request->views[i];
-        if (PyObject_GetBuffer(PyTuple_GetItem(tuple, i), view, PyBUF_SIMPLE) < 0) goto end;
+        if (get_bytes(PyTuple_GetItem(tuple, i), view, PyBUF_SIMPLE) < 0) goto end;
         request->num_views++;
         request->parts[i] = (struct iovec){view->buf, (size_t)view->len};
         request->left += (size_t)view->len;
@@ -302,7 +302,7 @@ static PyObject *begin_receive(Worker *self, unsigned peer, uint64_t tag, PyObje
     Request *request = new_request(self, operation, peer, 0);
     if (!request) return NULL;
     request->caller = caller;
-    if (PyObject_GetBuffer(buffer, &request->one, PyBUF_WRITABLE) < 0) {
+    if (get_bytes(buffer, &request->one, PyBUF_WRITABLE) < 0) {
         free_request(self, request);
         return NULL;
     }
@@ -311,6 +311,14 @@ static PyObject *begin_receive(Worker *self, unsigned peer, uint64_t tag, PyObje
     request->capacity = (size_t)request->one.len;
     note_size(self, request, request->capacity);
     return begun(self, link, request, tag, (request->is_large && link->kept.count) || link->is_paused);
+}
+
+/* Nothing is sent without a request. */
+#define LITTLE_BYTES -1
+
+static int sent_at_once(Worker *self, unsigned peer, uint64_t tag, const char *data, size_t size) {
+    (void)self, (void)peer, (void)tag, (void)data, (void)size;
+    return 0;
 }
 
 #include "calls.h"
@@ -514,6 +522,7 @@ static PyMethodDef worker_methods[] = {
     {"send_receive_value", (PyCFunction)(void (*)(void))worker_send_receive_value, METH_FASTCALL, NULL},
     {"receive", (PyCFunction)(void (*)(void))worker_receive, METH_FASTCALL, NULL},
     {"run", (PyCFunction)(void (*)(void))worker_run, METH_FASTCALL, NULL},
+    {"repeat", (PyCFunction)(void (*)(void))worker_repeat, METH_FASTCALL, NULL},
     {"poll", (PyCFunction)worker_poll, METH_O, NULL},
     {"arm", (PyCFunction)worker_arm, METH_NOARGS, NULL},
     {"fileno", (PyCFunction)worker_fileno, METH_NOARGS, NULL},
@@ -537,8 +546,13 @@ static PyType_Spec worker_spec = {
     .slots = worker_slots,
 };
 
+static PyMethodDef module_methods[] = {
+    {"know_arrays", module_know_arrays, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
 static struct PyModuleDef module_definition = {
-    PyModuleDef_HEAD_INIT, .m_name = "tcp_binding", .m_size = -1,
+    PyModuleDef_HEAD_INIT, .m_name = "tcp_binding", .m_size = -1, .m_methods = module_methods,
 };
 
 PyMODINIT_FUNC PyInit_tcp_binding(void) {
@@ -546,8 +560,8 @@ PyMODINIT_FUNC PyInit_tcp_binding(void) {
     if (!module) return NULL;
     PyObject *type = PyType_FromSpec(&worker_spec), *schedule = PyType_FromSpec(&schedule_spec);
     schedule_type = (PyTypeObject *)schedule; /* stays with the module, which stays */
-    if (!type || !schedule || make_names() < 0 || PyModule_AddObjectRef(module, "Worker", type) < 0 ||
-        PyModule_AddObjectRef(module, "Schedule", schedule) < 0)
+    if (!type || !schedule || make_names() < 0 || add_repeats(module) < 0 ||
+        PyModule_AddObjectRef(module, "Worker", type) < 0 || PyModule_AddObjectRef(module, "Schedule", schedule) < 0)
         Py_CLEAR(module);
     Py_XDECREF(type);
     return module;

@@ -5,6 +5,27 @@ from typing import Any
 
 from braidax.comm.transports.transport import Buffer, Operation, SmallValues
 
+def know_arrays(array: Any, address: int, dtype: Any, /) -> bool:
+    """Finds bytes of arrays in their memory from now on, if this one of shape `[3, 2]` lies as is expected."""
+
+class Repeats:
+    """What collectives are run with when they come again. `empty`: makes an array of a shape and dtype."""
+
+    def __init__(self, empty: Callable[..., Any], /) -> None: ...
+    def __len__(self) -> int: ...
+    def remember(
+        self,
+        name: str,
+        key: Any,
+        shape: tuple[int, ...],
+        dtype: Any,
+        out_shape: tuple[int, ...],
+        out_dtype: Any,
+        compiled: Schedule,
+        head: bytes,
+        /,
+    ) -> None: ...
+
 class Schedule:
     """A schedule that a worker can run. Raises `LookupError` for a reduction that has no loop here."""
 
@@ -70,6 +91,17 @@ class Worker:
         spin_seconds: float,
         /,
     ) -> Operation | None: ...
+    def repeat(
+        self,
+        repeats: Repeats,
+        name: str,
+        key: Any,
+        own: Any,
+        out: Any,
+        tag: int,
+        spin_seconds: float,
+        /,
+    ) -> Any: ...
     def poll(self, spin_seconds: float, /) -> None: ...
     def arm(self) -> bool: ...
     def fileno(self) -> int: ...

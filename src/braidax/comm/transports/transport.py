@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, Protocol, final, runtime_checkable
 
 from braidax.connections.world import World
 from braidax.errors import CommError
@@ -12,12 +12,15 @@ Buffer = memoryview
 """Contiguous bytes: format `B`, one dim."""
 
 SmallValues = tuple[
-    type, Callable[..., bytes | None], Callable[[int], bytes | None], Callable[[bytes], tuple[Any, ...]]
+    Callable[..., Any], Callable[..., bytes | None], Callable[[int], bytes | None], Callable[[bytes], tuple[Any, ...]]
 ]
-"""What small values are known by: the type of arrays; what an array of a dtype and shape begins with; what bytes of a
-length begin with, both None for no small one; the bytes, shape and dtype (None of bytes) of what begins so."""
+"""What small values are known by: what makes an array of a shape and dtype; what an array of a dtype and shape begins
+with; what bytes of a length begin with, both None for no small one; the bytes, shape and dtype (None of bytes) of what
+begins so."""
 
 MAX_TAG = (1 << 44) - 1
+MAX_JOINED = 8
+"""Buffers of which `QuickCalls.send_receive` sends a copy."""
 
 
 @final
@@ -49,8 +52,46 @@ class Operation:
         self.finish()
 
 
+@runtime_checkable
+class Repeats(Protocol):
+    """What collectives of a group are run with when they come again with such arrays. Too many are forgotten."""
+
+    def __len__(self) -> int:
+        """The number of them."""
+        ...
+
+    def remember(
+        self,
+        name: str,
+        key: Any,
+        shape: tuple[int, ...],
+        dtype: Any,
+        out_shape: tuple[int, ...],
+        out_dtype: Any,
+        compiled: object,
+        head: bytes,
+        /,
+    ) -> None:
+        """Remembers one. **Arguments:** `key`: what tells it besides: a ufunc, a rank. The others as of `Schedules`.
+
+        **Raises:** `ValueError` for a shape of too many dims.
+        """
+        ...
+
+
 class Schedules(Protocol):
     """Runs schedules of collectives (`braidax.comm.collectives.schedule`) without the GIL."""
+
+    repeat: Callable[..., Any]
+    """`(repeats, name, key, own, out, tag, spin_seconds)` begins what has come before with such arrays, as `run`.
+
+    **Arguments:** `out`: None for a new array. **Returns:** `out` when it has ended well, otherwise the operation that
+    ends with it, and `out`; None where no such one has come, nothing having begun. **Raises:** as `run`.
+    """
+
+    def repeats(self) -> Repeats:
+        """Returns what remembers collectives for `repeat`."""
+        ...
 
     def compile(
         self, rows: bytes, sizes: tuple[int, int, int], num_tickets: int, operation: str, dtype: str

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import final
 
+from braidax.comm.transports.quick import know_arrays
 from braidax.comm.transports.schedules import BindingSchedules, disagree
 from braidax.comm.transports.transport import MAX_TAG, Buffer, Operation, QuickCalls, Transport, too_long
 from braidax.comm.transports.unreached import other_secret, other_world
@@ -48,6 +49,8 @@ _SETTINGS = {
     "CMA_MEMORY_INVALIDATE": "y",  # so does the single copy, which reads the sender's memory and writes only our own
     "CMA_SEG_SIZE": "4m",  # of one copy; the default of 512k costs a tenth of the bandwidth
     "TCP_TX_SEG_SIZE": "64k",  # eight times the default: twice the bandwidth
+    "SYSV_FIFO_ELEM_SIZE": "192",  # 156 bytes go the shortest way: what begins a collective, with some numbers
+    "POSIX_FIFO_ELEM_SIZE": "192",
     "TCP_CONN_NB": "y",  # a connection attempt that nobody answers does not block
 }
 _TAKES_SETTINGS = (1, 18)  # older versions know those of their transports from the environment alone
@@ -115,7 +118,8 @@ class UcxTransport(Transport):
         self.arm = self._worker.arm
         worker = self._worker
         self.quick = QuickCalls(worker.send, worker.receive, worker.send_receive, worker.send_receive_value)
-        self.schedules = BindingSchedules(binding.Schedule, self._worker.run)
+        self.schedules = BindingSchedules(binding, worker)
+        know_arrays(binding.know_arrays)
 
     @property
     def address(self) -> bytes:

@@ -67,6 +67,7 @@ enum {
     UCP_OP_ATTR_FIELD_MEMORY_TYPE = 1 << 6,
     UCP_OP_ATTR_FLAG_NO_IMM_CMPL = 1 << 16,
     UCP_OP_ATTR_FLAG_FAST_CMPL = 1 << 17,
+    UCP_OP_ATTR_FLAG_FORCE_IMM_CMPL = 1 << 18,
 };
 
 typedef struct {

@@ -30,6 +30,7 @@
 #define LOOK_ROUNDS 32           /* of progress: they take all that lies in a full queue of shared memory */
 #define IDLE_ROUNDS 1000         /* of progress in vain, besides one a request: nothing is copied any more */
 #define MAX_TRANSPORTS 16
+#define LITTLE_BYTES 192         /* UCX copies so little at once, where an element of its queues has room for it */
 
 #define DECLARE(result, name, parameters) static result(*name) parameters;
 UCX_FUNCTIONS(DECLARE)
@@ -129,7 +130,8 @@ static void count(Worker *self, Request *request, int change) {
 }
 
 static void link_pending(Worker *self, Request *request) {
-    for (Py_ssize_t i = 0; i < request->num_views; i++) request->is_large |= request->views[i].len > LARGE_BYTES;
+    Py_ssize_t large_bytes = request->ticket.is_send ? LARGE_BYTES : LARGE_PLACE_BYTES;
+    for (Py_ssize_t i = 0; i < request->num_views; i++) request->is_large |= request->views[i].len > large_bytes;
     count(self, request, 1);
     request->previous = NULL;
     request->next = self->pending;
@@ -314,7 +316,7 @@ static int hold(Request *request, PyObject *buffers, void **data, size_t *count,
     size_t num_parts = 0;
     for (Py_ssize_t i = 0; i < size; i++) {
         Py_buffer *view = &request->views[i];
-        if (PyObject_GetBuffer(PyTuple_GetItem(tuple, i), view, PyBUF_SIMPLE) < 0) goto end;
+        if (get_bytes(PyTuple_GetItem(tuple, i), view, PyBUF_SIMPLE) < 0) goto end;
         request->num_views++;
         if (view->len) {
             *data = view->buf;
@@ -377,7 +379,7 @@ static PyObject *begin_receive(Worker *self, unsigned peer, uint64_t tag, PyObje
     Request *request = new_request(self, operation, peer, 0);
     if (!request) return NULL;
     request->caller = caller;
-    if (PyObject_GetBuffer(buffer, &request->one, PyBUF_WRITABLE) < 0) {
+    if (get_bytes(buffer, &request->one, PyBUF_WRITABLE) < 0) {
         free_request(self, request);
         return NULL;
     }
@@ -399,9 +401,27 @@ static PyObject *begin_receive(Worker *self, unsigned peer, uint64_t tag, PyObje
     return begun(self, request, handle);
 }
 
+/* Sends what UCX copies at once, so that it knows no request; returns whether it did. */
+static int sent_at_once(Worker *self, unsigned peer, uint64_t tag, const char *data, size_t size) {
+    if (self->peers[peer].is_lost) return 0;
+    ucp_request_param_t param;
+    param.op_attr_mask = UCP_OP_ATTR_FLAG_FORCE_IMM_CMPL;
+    return !ucp_tag_send_nbx(self->peers[peer].endpoint, data, size, self->runs.rank << TAG_BITS | tag, &param);
+}
+
 /* Runs of schedules */
 
 #include "runs.h"
+
+/* The same of a headed message. */
+static int head_sent_at_once(Worker *self, const Run *run, const Step *step) {
+    char whole[LITTLE_BYTES];
+    size_t size = (size_t)step->num_bytes;
+    if (!step->capacity || size > sizeof whole - HEAD_BYTES) return 0;
+    memcpy(whole, run->head, HEAD_BYTES);
+    if (size) memcpy(whole + HEAD_BYTES, at(run, &step->to), size);
+    return sent_at_once(self, (unsigned)step->peer, run->tag, whole, HEAD_BYTES + size);
+}
 
 static void post(Worker *self, Request *request) {
     Ticket *ticket = &request->ticket;
@@ -430,7 +450,9 @@ static void post(Worker *self, Request *request) {
             data = request->headed, size = 2, param.datatype = UCP_DATATYPE_IOV;
         }
         param.cb.send = on_sent;
-        if (!peer->is_lost)
+        if (head_sent_at_once(self, run, step))
+            handle = NULL;
+        else if (!peer->is_lost)
             handle = ucp_tag_send_nbx(peer->endpoint, data, size, self->runs.rank << TAG_BITS | run->tag, &param);
     } else {
         param.op_attr_mask |= UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
@@ -834,6 +856,7 @@ static PyMethodDef worker_methods[] = {
     {"send_receive_value", (PyCFunction)(void (*)(void))worker_send_receive_value, METH_FASTCALL, NULL},
     {"receive", (PyCFunction)(void (*)(void))worker_receive, METH_FASTCALL, NULL},
     {"run", (PyCFunction)(void (*)(void))worker_run, METH_FASTCALL, NULL},
+    {"repeat", (PyCFunction)(void (*)(void))worker_repeat, METH_FASTCALL, NULL},
     {"poll", (PyCFunction)worker_poll, METH_O, NULL},
     {"arm", (PyCFunction)worker_arm, METH_NOARGS, NULL},
     {"lose", (PyCFunction)worker_lose, METH_O, NULL},
@@ -884,6 +907,7 @@ static PyObject *module_load(PyObject *module, PyObject *path) {
 
 static PyMethodDef module_methods[] = {
     {"load", module_load, METH_O, NULL},
+    {"know_arrays", module_know_arrays, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -896,7 +920,7 @@ PyMODINIT_FUNC PyInit_ucx_binding(void) {
     if (!module) return NULL;
     PyObject *type = PyType_FromSpec(&worker_spec), *schedule = PyType_FromSpec(&schedule_spec);
     schedule_type = (PyTypeObject *)schedule; /* stays with the module, which stays */
-    if (!type || !schedule || make_names() < 0 ||
+    if (!type || !schedule || make_names() < 0 || add_repeats(module) < 0 ||
         PyModule_AddObjectRef(module, "Worker", type) < 0 || PyModule_AddObjectRef(module, "Schedule", schedule) < 0)
         Py_CLEAR(module);
     Py_XDECREF(type);

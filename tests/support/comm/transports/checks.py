@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from braidax.comm.small import SMALL, encoded
+from braidax.comm.small import SMALL, WHOLE_BYTES, encoded
 from braidax.comm.transports.quick import quick_calls_of
 from braidax.comm.transports.transport import MAX_TAG, Operation
 from braidax.connections.world import World
@@ -162,8 +162,8 @@ VALUES = (
     b"",
 )
 NO_SMALL_VALUES = (
-    np.zeros(8192, np.uint8),
-    bytes(8192),
+    np.zeros(WHOLE_BYTES + 1, np.uint8),
+    bytes(WHOLE_BYTES + 1),
     np.array([None]),
     [b"a list"],
     bytearray(1),
