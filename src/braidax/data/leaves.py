@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.data.storage.taken import take_rows
 from braidax.errors import ArgumentError, FormatError, RecordError
 
 Indices = NDArray[np.int64]
@@ -237,10 +238,8 @@ def gather(
             else:
                 np.take(array, rows, axis=0, out=stored, mode="clip")
             narrow(stored, part, rows + first_record, where=where, leaf=leaf)
-    elif array.flags.aligned or not out.size:
-        array.take(indices, axis=0, out=out, mode="clip")
-    else:  # np.take would first make an aligned copy of the whole array; bytes are always aligned
-        _bytes(array).take(indices, axis=0, out=_bytes(out), mode="clip")
+    else:
+        take_rows(array, indices, out)
 
 
 def narrow(values: NDArray[Any], out: NDArray[Any], indices: Indices, *, where: str, leaf: str) -> None:

@@ -19,7 +19,7 @@ _MOST_BYTES = 8 << 20  # of batches that are read at once
 _FIRST_BYTES = 4 << 20  # at the beginning of a pass: to touch memory first takes longer than to fill it
 _SHARE = 16  # of what a pass has read, as much is read at once
 _MOST = 8
-_STRETCHES = 3  # in flight: two that are read, one that is used
+_STRETCHES = 3  # in flight: two that are read, one that is used; one thread reads but one
 
 Draw = Callable[[Cursor, int], tuple[Source, NDArray[np.int64]]]
 """Returns the source, and the samples of so many batches from a cursor on."""
@@ -42,9 +42,10 @@ def how_far(source: Source, plan: LoadPlan, knobs: Knobs, prefetch: int, *, num_
     most = min(_MOST, 1 << at_once.bit_length() >> 1)  # a power of two: each growth is memory anew
     if most < 2 or not plan.at_once.stacks or knobs.hedge_seconds == 0 or not is_at_hand(source):
         return Ahead(1, prefetch)
+    stretches = min(_STRETCHES, 1 + (knobs.threads or _STRETCHES))
     if knobs.prefetch is None:
-        prefetch = max(prefetch, min(_STRETCHES * most, knobs.max_bytes // num_bytes))
-    return Ahead(max(1, min(most, prefetch // _STRETCHES)), prefetch)
+        prefetch = max(prefetch, min(stretches * most, knobs.max_bytes // num_bytes))
+    return Ahead(max(1, min(most, prefetch // stretches)), prefetch)
 
 
 def begin(
