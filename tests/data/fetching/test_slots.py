@@ -64,6 +64,21 @@ def test_a_slot_is_aligned_and_writable(num_bytes: int) -> None:
         assert (memory == number).all()
 
 
+@pytest.mark.parametrize(("num_bytes", "expected"), [(2**21 - 1, 2**21 - 1), (2**21, 2**22), (2**22 + 1, 2**22 + 1)])
+def test_slots_that_large_pages_can_hold_ask_for_them(
+    monkeypatch: pytest.MonkeyPatch, num_bytes: int, expected: int
+) -> None:
+    made, empty = list[Any](), np.empty
+
+    def watched(shape: Any, *arguments: Any) -> np.ndarray:
+        made.append(shape)
+        return empty(shape, *arguments)
+
+    monkeypatch.setattr(np, "empty", watched)
+    assert Slots(num_bytes, keep=1).take().nbytes == num_bytes
+    assert made == [expected + ALIGNMENT]
+
+
 def test_a_slot_comes_back_when_its_last_view_is_gone() -> None:
     slots = Slots(4096, keep=2)
     memory = slots.take()

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from braidax.data.workers.alignment import ALIGNMENT
 
+_LARGE_BYTES = 1 << 22  # NumPy asks for large pages from here on: to touch small ones takes as long as to fill them
+
 
 class Slots:
     """Hands out equal stretches of host memory and takes them back by themselves.
@@ -38,7 +40,8 @@ class Slots:
         try:
             memory = self._free.slots.pop()
         except IndexError:
-            whole = np.empty(self._num_bytes + ALIGNMENT, np.uint8)
+            num_bytes = self._num_bytes if self._num_bytes < _LARGE_BYTES // 2 else max(self._num_bytes, _LARGE_BYTES)
+            whole = np.empty(num_bytes + ALIGNMENT, np.uint8)
             first = -whole.ctypes.data % ALIGNMENT
             memory = whole[first : first + self._num_bytes]
         lease = _Lease(memory)

@@ -97,9 +97,7 @@ def test_a_plain_chunk_of_another_length_is_refused(tmp_path: Path) -> None:
     chunk.write_bytes(numcodecs.Zstd().encode(np.arange(9)))
     source = sources.open(path)
     assert read(source, [9, 20])["x"].tolist() == [9, 20]
-    with pytest.raises(
-        FormatError, match=r"'x', records 10 to 19: .*a chunk has 72 bytes, expected 80\)"
-    ):
+    with pytest.raises(FormatError, match=r"'x', records 10 to 19: .*a chunk has 72 bytes, expected 80\)"):
         read(source, [10])
 
 
