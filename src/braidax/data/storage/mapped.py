@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from braidax.data.storage.files import Bytes, Files, Ranges
 from braidax.data.storage.local import Find, Reading, Warming, ask_ahead, merged
-from braidax.data.storage.taken import take_bytes
 from braidax.errors import FormatError
 
 Places = NDArray[np.int64]
@@ -171,6 +170,8 @@ class Mapped(Memory):
         return self._items[dtype]
 
     def gather(self, places: Places, out: NDArray[np.uint8]) -> None:
+        from braidax.data.storage.taken import take_bytes
+
         if out.size:
             with self.reading(places, np.int64(out.shape[1])):
                 take_bytes(self.items(_BYTE), places, out)
