@@ -80,9 +80,9 @@ def test_rows_that_are_not_there_are_refused() -> None:
     for wrong in ([4, 0], [0, -1], [0, 1 << 62], [0], [0, 0, 0]):
         with pytest.raises(ValueError, match="expected ids of rows that are in the data, and a place for each"):
             take(wrong)
-    for wrong in ({"width": 0}, {"width": -3}, {"unit": 0}, {"unit": -1}, {"width": 4}, {"more": b"x"}):
+    for width, unit, more in ((0, 2, b""), (-3, 2, b""), (3, 0, b""), (3, -1, b""), (4, 2, b""), (3, 2, b"x")):
         with pytest.raises(ValueError, match="expected ids of rows"):
-            take([0, 0], **wrong)
+            take([0, 0], width, unit, more=more)
     with pytest.raises(ValueError, match="expected ids of rows"):
         reads.take(b"ab", np.zeros(1, np.int64), np.zeros(3, np.uint8), 3, 1)  # the data are shorter than a row
     with pytest.raises(TypeError):
