@@ -67,6 +67,12 @@ def test_rows_without_bytes_and_no_rows(way: Any, monkeypatch: pytest.MonkeyPatc
     take_bytes(np.zeros(3, np.uint8), np.array([2, 1]), np.zeros((2, 0), np.uint8))
 
 
+def test_objects_are_no_bytes() -> None:
+    table, out = np.array([[object()], [object()]]), np.empty((3, 1), object)
+    take_rows(table, np.array([1, 0, 1]), out)
+    assert [row[0] for row in out] == [table[1, 0], table[0, 0], table[1, 0]]
+
+
 def test_rows_that_are_not_there_are_refused() -> None:
     reads = compiled()
     assert reads is not None

@@ -20,7 +20,7 @@ def take_rows(table: NDArray[Any], indices: NDArray[np.int64], out: NDArray[Any]
     if not out.size:
         return
     reads = compiled()
-    if reads is not None:
+    if reads is not None and not table.dtype.hasobject:  # objects are counted
         width = out.nbytes // len(out)
         reads.take(_bytes(table), np.ascontiguousarray(indices), _bytes(out), width, width)
     elif table.flags.aligned:
