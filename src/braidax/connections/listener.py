@@ -100,21 +100,28 @@ class Listener:
         the ranks that did not connect, or cannot be reached.
         """
         meeting = _Meeting(world, purpose, deadline)
-        opened: dict[int, socket.socket] = {}
         stop = threading.Event()
-        with ThreadPoolExecutor(1, thread_name_prefix="braidax-accept") as executor:
-            accepting = executor.submit(self._accept, meeting, set(accepted), stop)
-            try:
+        if not dialed:
+            return self._accept(meeting, set(accepted), stop)
+        opened: dict[int, socket.socket] = {}
+        with contextlib.ExitStack() as given_up:
+            given_up.callback(lambda: [connection.close() for connection in opened.values()])
+            if not accepted:
                 for rank in dialed:
                     opened[rank] = _dial(rank, self, meeting)
-                opened |= accepting.result()
-            except BaseException:
-                stop.set()
-                with contextlib.suppress(CommError, WaitTimeout, OSError):
-                    opened |= accepting.result()
-                for connection in opened.values():
-                    connection.close()
-                raise
+            else:
+                with ThreadPoolExecutor(1, thread_name_prefix="braidax-accept") as executor:
+                    accepting = executor.submit(self._accept, meeting, set(accepted), stop)
+                    try:
+                        for rank in dialed:
+                            opened[rank] = _dial(rank, self, meeting)
+                        opened |= accepting.result()
+                    except BaseException:
+                        stop.set()
+                        with contextlib.suppress(CommError, WaitTimeout, OSError):
+                            opened |= accepting.result()
+                        raise
+            given_up.pop_all()
         return opened
 
     def _accept(self, meeting: _Meeting, missing: set[int], stop: threading.Event) -> dict[int, socket.socket]:

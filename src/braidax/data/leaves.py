@@ -223,24 +223,20 @@ def gather(
 
     **Raises:** `RecordError` as `narrow`.
     """
+    from braidax.data.storage.taken import take_rows
+
     if not array.flags.c_contiguous:
         narrow(array[indices], out, indices + first_record, where=where, leaf=leaf)
     elif array.dtype != out.dtype:
         step = max(1, min(len(indices), _NARROWED_BYTES * len(out) // max(1, out.size * array.itemsize)))
         values = np.empty((step, *array.shape[1:]), array.dtype)  # a stretch that stays in the core's cache
-        unaligned = not array.flags.aligned and array.size > 0
         for start in range(0, len(indices), step):
             rows, part = indices[start : start + step], out[start : start + step]
             stored = values[: len(rows)]
-            if unaligned:
-                np.take(_bytes(array), rows, axis=0, out=_bytes(stored), mode="clip")
-            else:
-                np.take(array, rows, axis=0, out=stored, mode="clip")
+            take_rows(array, rows, stored)
             narrow(stored, part, rows + first_record, where=where, leaf=leaf)
-    elif array.flags.aligned or not out.size:
-        array.take(indices, axis=0, out=out, mode="clip")
-    else:  # np.take would first make an aligned copy of the whole array; bytes are always aligned
-        _bytes(array).take(indices, axis=0, out=_bytes(out), mode="clip")
+    else:
+        take_rows(array, indices, out)
 
 
 def narrow(values: NDArray[Any], out: NDArray[Any], indices: Indices, *, where: str, leaf: str) -> None:
@@ -285,10 +281,6 @@ def smaller(dtype: np.dtype[Any]) -> str:
 def listed(names: Sequence[str], *, limit: int = 8) -> str:
     """Returns names as people read them: their number and the first few, or `"nothing"`."""
     return f"{len(names)}: {', '.join(names[:limit])}{' …' if len(names) > limit else ''}" if names else "nothing"
-
-
-def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return array.reshape(len(array), -1).view(np.uint8)
 
 
 def samples_of(window: Any, num_samples: int) -> list[Any]:

@@ -243,25 +243,23 @@ class DataLoader:
 
         self._plan.find_devices()
         fetch = Fetch(self._plan, threads=self._threads, trace=self.trace, hedge_seconds=self._knobs.hedge_seconds)
-        rounds = None if self._group is None else self._begin(self._group, cursor, self._knobs.timeout_seconds)
-        coming: deque[tuple[Cursor, Cursor, Batch | Part]] = deque()
+        coming = several.Coming(fetch, self._order, self._draw, cursor, end)
         made: deque[tuple[Cursor, Any]] = deque()  # the next one too, where devices exchange: under the step
         num_made = 2 if self._plan.reshard.members else 1
-        num, ahead, most, self._fetch = 0, cursor, 0, fetch
+        rounds, self._fetch = None, fetch
         self._open.append(fetch)
         try:
             while True:
-                if len(coming) + len(made) <= most:
-                    far = several.how_far(self.source, self._plan, self._knobs, self._prefetch, num_begun=num)
+                if len(coming) + len(made) <= coming.most:
+                    begun = coming.num_begun
+                    far = several.how_far(self.source, self._plan, self._knobs, self._prefetch, num_begun=begun)
                     fetch.resize(threads=self._threads, prefetch=far.in_flight, read_bytes=self._knobs.read_bytes)
-                    most = far.in_flight + num_made - far.at_once
-                    while len(coming) + len(made) <= most and (end is None or ahead.epoch < end):
-                        at_once = 1 if ahead == cursor else far.at_once  # the first one is waited for
-                        begun = several.begin(fetch, rounds, self._order, ahead, self._draw, at_once=at_once)
-                        coming += begun
-                        num, ahead = num + len(begun), begun[-1][1]
+                    fresh = coming.begin(far, num_made=len(made), num_to_make=num_made)
+                    if self._group is not None:  # the processes meet while the first batches are read
+                        rounds = rounds or self._begin(self._group, cursor, self._knobs.timeout_seconds)
+                        rounds.confirm(fresh)
                 while coming and len(made) < num_made:
-                    start, after, batch = coming.popleft()
+                    start, after, batch = coming.take()
                     made.append((after, self._made(fetch, rounds, start, batch)))
                 if not made:
                     break

@@ -606,3 +606,48 @@ def test_a_read_fills_no_more_than_it_may(mesh: Mesh) -> None:
             pass
     assert sorted({*read}) == [2, 3]
     assert sum(read) == 64
+
+
+class Alone:
+    """What stands in for the rounds of several processes: all have read their part."""
+
+    def __init__(self) -> None:
+        self.num_confirmed = 0
+
+    def confirm(self, batches: Any) -> None:
+        self.num_confirmed += len(batches)
+
+    def check(self, batch: Any) -> None:
+        assert len(ids(batch)) == 8
+
+    def finish(self) -> None:
+        assert self.num_confirmed == 8
+
+    def close(self) -> None:
+        self.num_confirmed = -1
+
+
+def test_the_first_batches_are_read_while_the_processes_meet(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, rounds = threading.Event(), Alone()
+
+    def meet(*_: object) -> Alone:
+        assert read.wait(20)
+        return rounds
+
+    loader = DataLoader(Numbers(64, before=lambda _: read.set()), mesh, P("data"), batch_size=8)
+    monkeypatch.setattr(loader, "_group", object())
+    monkeypatch.setattr(loader, "_begin", meet)
+    assert sorted(itertools.chain(*(ids(batch) for batch in loader))) == list(range(64))
+    assert rounds.num_confirmed == -1
+
+
+def test_a_pass_whose_processes_do_not_meet_ends_its_threads(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet(*_: object) -> None:
+        raise ArgumentError("they differ")
+
+    loader = DataLoader(Numbers(64), mesh, P("data"), batch_size=8)
+    monkeypatch.setattr(loader, "_group", object())
+    monkeypatch.setattr(loader, "_begin", meet)
+    with pytest.raises(ArgumentError, match="they differ"):
+        next(iter(loader))
+    assert not reading_threads()

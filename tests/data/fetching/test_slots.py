@@ -1,6 +1,7 @@
 """Slots: memory comes back when nobody looks at it any more, and never before."""
 
 import gc
+import mmap
 import random
 import weakref
 from typing import Any
@@ -62,6 +63,23 @@ def test_a_slot_is_aligned_and_writable(num_bytes: int) -> None:
         memory[:] = number
     for number, memory in enumerate(taken):
         assert (memory == number).all()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="large pages are asked for on Linux")
+def test_slots_that_fill_large_pages_well_lie_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[tuple[int, int]]()
+
+    class Watched(mmap.mmap):
+        def madvise(self, option: int, *_: int) -> None:
+            asked.append((len(self), option))
+            raise OSError("there are none")  # which changes nothing
+
+    monkeypatch.setattr(mmap, "mmap", Watched)
+    for num_bytes in (3 << 19, 1 << 21, 5 << 20, (3 << 19) - 1, (1 << 21) + 1):
+        memory = Slots(num_bytes, keep=1).take()
+        assert (memory.nbytes, memory.ctypes.data % ALIGNMENT) == (num_bytes, 0)
+        memory[[0, -1]] = 7
+    assert asked == [(pages << 21, mmap.MADV_HUGEPAGE) for pages in (1, 1, 3)]
 
 
 def test_a_slot_comes_back_when_its_last_view_is_gone() -> None:

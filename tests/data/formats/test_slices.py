@@ -28,7 +28,8 @@ from braidax.data.formats.tables.arrow import open_arrow
 from braidax.data.source import Box, Sliced, Source, is_varying
 from braidax.data.storage import Files, LocalFiles, Remote, open_files
 from braidax.data.storage import mapped as memory
-from braidax.data.storage.mapped import Fetched, Mapped, gather_held
+from braidax.data.storage.mapped import Fetched, Mapped
+from braidax.data.storage.taken import take_bytes
 from braidax.data.transforms.images.decoded import decoded
 from braidax.data.transforms.mapped import resized
 from braidax.errors import FormatError, ReadError, RecordError
@@ -339,7 +340,7 @@ def test_bytes_on_one_grid_and_off_it(tmp_path: Path, width: int, shift: int) ->
     offsets = np.array([7 + 9 * width, 7, 7 + 3 * width, 7 + 3 * width, 2500 - width, 0][: 4 + 2 * shift])
     expected = np.stack([data[offset : offset + width] for offset in offsets])
     held, local = np.empty_like(expected), np.empty_like(expected)
-    gather_held(data, offsets, held)
+    take_bytes(data, offsets, held)
     mapped.gather(mapped.origins[0] + offsets, local)
     np.testing.assert_array_equal(held, expected)
     np.testing.assert_array_equal(local, expected)

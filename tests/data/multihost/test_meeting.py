@@ -202,6 +202,12 @@ def stopping(rank: int) -> None:
         loader.cursor = Cursor(0, 3, 36)
         assert sum(1 for _ in loader) == 2
         assert loader.cursor == Cursor(0, 4, 0)
+        group = loader._group
+        assert group is not None
+        if rank == 0:  # which has dropped what was said before the passes that are over
+            assert not group._places.below("pass-0")
+            assert not group._places.below("pass-1")
+        assert len(group._places.below("pass-2/start/said")) == 3
     threads = [thread.name for thread in threading.enumerate()]
     assert not [name for name in threads if name.startswith(("braidax-read", "braidax-rounds"))]
 

@@ -126,13 +126,13 @@ def expected_shardings(mesh: Mesh, batch: dict[str, Any], specs: dict[str, Any])
 def test_no_thread_is_the_first_to_ask_for_the_devices_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("a",))
     begun = list[bool]()
-    begin = several.begin
+    begin = several._begin
 
     def noted(fetch: Fetch, *given: Any, **options: Any) -> Any:
         begun.append(all("by_index" in vars(leaf) for leaf in fetch._plan.leaves))
         return begin(fetch, *given, **options)
 
-    monkeypatch.setattr(several, "begin", noted)
+    monkeypatch.setattr(several, "_begin", noted)
     with DataLoader({"x": np.zeros((8, 3), np.float32)}, mesh, P("a"), batch_size=4) as loader:
         next(iter(loader))
     assert begun

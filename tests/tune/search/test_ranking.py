@@ -108,8 +108,12 @@ def test_what_is_not_sharded_is_whole_on_each_device() -> None:
 @pytest.mark.parametrize(
     ("sizes", "kinds", "memory"),
     [
-        ((4, 1), (ROTATED, UNUSED), 800 + 200),  # nothing is whole, nothing gathered
-        ((2, 2), (ROTATED, FULLY_SHARDED), 1600 * (0.5 / 2 + 0.5) + 200 + 0.5 * (400 + 200)),  # of a half of each
+        (
+            (4, 1),
+            (ROTATED, UNUSED),
+            800 + 200 + 400,
+        ),  # nothing is whole, nothing gathered; parts come as others are used
+        ((2, 2), (ROTATED, FULLY_SHARDED), 1600 * (0.5 / 2 + 0.5) + 200 + 0.5 * (400 + 200) + 800),  # of a half of each
     ],
 )
 def test_a_ring_divides_all_and_gathers_nothing(sizes: tuple[int, ...], kinds: tuple[int, ...], memory: float) -> None:

@@ -1,6 +1,8 @@
 """Small batches that are at hand are read several at a time: to hand each over takes as long as to copy its samples."""
 
 import functools
+import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,7 +12,6 @@ from numpy.typing import NDArray
 from braidax.data.fetching.batch import Batch, Part
 from braidax.data.fetching.fetch import Fetch
 from braidax.data.knobs import Knobs
-from braidax.data.multihost.rounds import Rounds
 from braidax.data.sampling.order import Cursor, Order
 from braidax.data.sharding.load_plan import LoadPlan
 from braidax.data.source import Source, is_at_hand
@@ -19,7 +20,7 @@ _MOST_BYTES = 8 << 20  # of batches that are read at once
 _FIRST_BYTES = 4 << 20  # at the beginning of a pass: to touch memory first takes longer than to fill it
 _SHARE = 16  # of what a pass has read, as much is read at once
 _MOST = 8
-_STRETCHES = 3  # in flight: two that are read, one that is used
+_STRETCHES = 3  # in flight: two that are read, one that is used; one thread reads but one
 
 Draw = Callable[[Cursor, int], tuple[Source, NDArray[np.int64]]]
 """Returns the source, and the samples of so many batches from a cursor on."""
@@ -32,6 +33,14 @@ class Ahead(NamedTuple):
     in_flight: int
 
 
+class Begun(NamedTuple):
+    """A batch that was begun. **Fields:** `start`, `after`: where it starts, and the place behind it. `batch`."""
+
+    start: Cursor
+    after: Cursor
+    batch: Batch | Part
+
+
 def how_far(source: Source, plan: LoadPlan, knobs: Knobs, prefetch: int, *, num_begun: int) -> Ahead:
     """Returns how far a loader runs ahead now.
 
@@ -42,19 +51,53 @@ def how_far(source: Source, plan: LoadPlan, knobs: Knobs, prefetch: int, *, num_
     most = min(_MOST, 1 << at_once.bit_length() >> 1)  # a power of two: each growth is memory anew
     if most < 2 or not plan.at_once.stacks or knobs.hedge_seconds == 0 or not is_at_hand(source):
         return Ahead(1, prefetch)
+    stretches = min(_STRETCHES, 1 + (knobs.threads or _STRETCHES))
     if knobs.prefetch is None:
-        prefetch = max(prefetch, min(_STRETCHES * most, knobs.max_bytes // num_bytes))
-    return Ahead(max(1, min(most, prefetch // _STRETCHES)), prefetch)
+        prefetch = max(prefetch, min(stretches * most, knobs.max_bytes // num_bytes))
+    return Ahead(max(1, min(most, prefetch // stretches)), prefetch)
 
 
-def begin(
-    fetch: Fetch, rounds: Rounds | None, order: Order, cursor: Cursor, draw: Draw, *, at_once: int
-) -> list[tuple[Cursor, Cursor, Batch | Part]]:
-    """Begins to fetch the next batches, of one epoch. **Returns:** where each starts, the place behind it, the batch.
+class Coming:
+    """The batches of a pass that are in flight, in order; each is taken from it once.
 
-    **Arguments:** `rounds`: of several processes. `cursor`: a settled one. `at_once`: how many, as far as the epoch has
-    full ones.
+    **Arguments:** `fetch`: reads them. `order`, `draw`: what they are of. `cursor`: a settled one, of the first. `end`:
+    the epoch before which they end; None: never.
+
+    **Fields:** `num_begun`: batches of this pass. `most`: as soon as no more are left, it is time to begin others.
     """
+
+    def __init__(self, fetch: Fetch, order: Order, draw: Draw, cursor: Cursor, end: int | None) -> None:
+        self.num_begun, self.most = 0, 0
+        self._fetch, self._order, self._draw = fetch, order, draw
+        self._first, self._ahead, self._end = cursor, cursor, end
+        self._batches: deque[Begun] = deque()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def take(self) -> Begun:
+        """Returns the next one."""
+        return self._batches.popleft()
+
+    def begin(self, far: Ahead, *, num_made: int, num_to_make: int) -> list[Batch | Part]:
+        """Begins to fetch others, and returns these.
+
+        **Arguments:** `far`: how far to run ahead. `num_made`: batches that were taken, and are not handed out yet.
+        `num_to_make`: how many of those there are to be.
+        """
+        self.most = far.in_flight + num_to_make - far.at_once
+        fresh: list[Batch | Part] = []
+        while len(self) + num_made <= self.most and (self._end is None or self._ahead.epoch < self._end):
+            at_once = 1 if self._ahead == self._first else far.at_once  # the first one is waited for
+            begun = _begin(self._fetch, self._order, self._ahead, self._draw, at_once=at_once)
+            self._batches += begun
+            self.num_begun, self._ahead = self.num_begun + len(begun), begun[-1].after
+            fresh += [one.batch for one in begun]
+        return fresh
+
+
+def _begin(fetch: Fetch, order: Order, cursor: Cursor, draw: Draw, *, at_once: int) -> list[Begun]:
+    """Begins to fetch the next batches, of one epoch: so many, as far as it has full ones."""
     at_once = min(at_once, (order.num_samples - cursor.position) // order.batch_size)
     cursors = [cursor]
     while len(cursors) <= max(1, at_once):
@@ -65,9 +108,7 @@ def begin(
         batches = fetch.start_several(functools.partial(draw, cursor, at_once), draws)
     else:
         batches = [fetch.start(draws[0])]
-    if rounds is not None:
-        rounds.confirm(batches)
     for start in cursors[:-1]:
         if order.begins_window(start):
             fetch.run(order.look_ahead, start)
-    return list(zip(cursors[:-1], cursors[1:], batches, strict=True))
+    return list(itertools.starmap(Begun, zip(cursors[:-1], cursors[1:], batches, strict=True)))

@@ -16,7 +16,7 @@ from braidax.data.multihost.hub import Door, Hub, Verdict
 from braidax.data.multihost.meeting import ProcessGroup, come_too_late
 from braidax.data.multihost.replicas import Replicas, Sums, compare, told
 from braidax.data.workers.threads import Threads
-from braidax.errors import PeerLost, WaitTimeout
+from braidax.errors import CommError, PeerLost, WaitTimeout
 
 _SLICE_SECONDS = 0.1  # of a wait, which `close` ends
 _CLOSE_SECONDS = 5.0  # which a thread that waits there, or for a device, has to end
@@ -96,6 +96,14 @@ class Rounds:
                 f"the checksums of batch {number} of this pass did not come within {self._timeout_seconds:g} s; a "
                 "device that computes them does not answer: does every process run the same steps?"
             ) from error
+
+    def forget(self, name: str) -> None:
+        """Drops what was said at a place that all have left, while this process goes on."""
+        self._threads.run(self._forget, name)
+
+    def _forget(self, name: str) -> None:
+        with contextlib.suppress(CommError):  # a service that has ended is told of by those who need it
+            self._group.forget(name)
 
     def close(self) -> None:
         """Stops taking part: the thread ends, also where others have not answered. **Raises:** `WaitTimeout`."""
@@ -202,9 +210,9 @@ def begin(group: ProcessGroup, cursor: str, timeout_seconds: float, replicas: Re
             raise PeerLost(f"process {process} has left before it was reached: {error}", process, error.host) from error
     with contextlib.ExitStack() as undo:
         undo.callback(hub.close)
-        if number:  # all have left the pass before
-            group.forget(f"pass-{number - 1}")
         hosts = {process: json.loads(said)["host"] for process, said in words.items()}
         rounds = Rounds(group, f"pass-{number}", hub, timeout_seconds, replicas, hosts=hosts)
         undo.pop_all()
+    if number and group.process == group.processes[0]:  # all have left the pass before
+        rounds.forget(f"pass-{number - 1}")
     return rounds

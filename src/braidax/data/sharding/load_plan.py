@@ -212,9 +212,9 @@ class LoadPlan:
 
         **Arguments:** `place`, `room`: as of `LeafPlan.slice`.
         """
-        small = self._small if self.placement == "devices" and _may_compute() else {}
-        if not small:
+        if self.placement == "host" or not self._small or not _may_compute():
             return [self._array(leaf, memory, place, room) for leaf in self.leaves]
+        small = self._small
         views = [self.leaves[number].slice(memory, bounds, place=place, room=room) for number, bounds in small.items()]
         copies = _copies(tuple(self.leaves[number].loading.sharding for number in small))(*views)
         made = dict(zip(small, copies, strict=True))

@@ -27,9 +27,8 @@ from braidax.errors import FormatError
 Places = NDArray[np.int64]
 
 _FETCHED_GAP_BYTES = 1 << 15  # storage fetches ranges that lie closer together as one
-_GATHERED_BYTES = 1 << 19  # what one call of NumPy gathers: it fits into a core's cache on its way to `out`
-_ON_GRID_BYTES = 1 << 6  # records of at least this, on one grid, are items of a contiguous array: copied only once
 _PAGE_BYTES = 1 << 12
+_BYTE = np.dtype(np.uint8)
 _ASKED_BYTES = 1 << 17  # the kernel cuts longer wishes down to its read-ahead, in silence
 _FITTING = 0.5  # of the memory of this host: files that stay in the page cache are best read by the kernel's read-ahead
 _CHECK_SHARE = 20  # checking files takes at most this part of the time
@@ -117,7 +116,6 @@ class Mapped(Memory):
         self._origins = np.array(addresses, np.int64) - self._lowest
         self._extent = int((self._origins + np.array(self.sizes)).max())
         self._by_address = np.argsort(self._origins)
-        self._records: dict[int, NDArray[Any]] = {}
         self._items: dict[np.dtype[Any], NDArray[Any]] = {}
         self._ahead = Warming()
         self._next_check = 0.0
@@ -172,17 +170,16 @@ class Mapped(Memory):
         return self._items[dtype]
 
     def gather(self, places: Places, out: NDArray[np.uint8]) -> None:
-        width = out.shape[1]
-        if not out.size:
-            return
-        with self.reading(places, np.int64(width)):
-            _gather_records(self._as_records(width), places, out)
+        from braidax.data.storage.taken import take_bytes
+
+        if out.size:
+            with self.reading(places, np.int64(out.shape[1])):
+                take_bytes(self.items(_BYTE), places, out)
 
     def take(self, places: Places, width: int) -> NDArray[np.uint8]:
-        if not width:
-            return np.empty((len(places), 0), np.uint8)
-        with self.reading(places, np.int64(width)):
-            return self._as_records(width)[places].view(np.uint8).reshape(len(places), width)
+        found = np.empty((len(places), width), np.uint8)
+        self.gather(places, found)
+        return found
 
     def slices(self, places: Places, lengths: Places) -> Sequence[Bytes]:
         with self.reading(places, lengths):
@@ -236,13 +233,6 @@ class Mapped(Memory):
             raise FormatError(f"{name}: cannot be mapped ({error}); {remedy}") from error
         return mapping
 
-    def _as_records(self, width: int) -> NDArray[Any]:
-        """Returns a view `[n]` in which record `i` is the `width` bytes from place `i` on."""
-        if width not in self._records:
-            count = max(0, self._extent - width + 1)
-            self._records[width] = np.asarray(_Strided(self._lowest, count, 1, f"|V{width}", self._mappings))
-        return self._records[width]
-
     def _files_of(self, places: Places) -> Places:
         if len(self._names) == 1:
             return np.zeros(len(places), np.int64)
@@ -283,28 +273,7 @@ class Mapped(Memory):
         pages = (lengths + (places % _PAGE_BYTES) + _PAGE_BYTES - 1) // _PAGE_BYTES
         starts = np.repeat(places // _PAGE_BYTES, pages)
         within = np.arange(len(starts)) - np.repeat(np.cumsum(pages) - pages, pages)
-        self._as_records(1)[np.maximum((starts + within) * _PAGE_BYTES, 0)]
-
-
-def gather_held(data: NDArray[np.uint8], places: Places, out: NDArray[np.uint8]) -> None:
-    """Copies bytes as `Memory.gather` does, but from an array in memory, uint8 `[bytes]`, contiguous."""
-    width = out.shape[1]
-    if out.size:
-        _gather_records(np.ndarray((len(data) - width + 1,), f"V{width}", data, 0, (1,)), places, out)
-
-
-def _gather_records(records: NDArray[Any], places: Places, out: NDArray[np.uint8]) -> None:
-    """Copies the records at some places; `records`: `[n]`, one of `out`'s width at each byte."""
-    width = out.shape[1]
-    rows = out.view(f"V{width}")[:, 0]
-    if width >= _ON_GRID_BYTES:
-        phases = places % width
-        if (phases == phases[0]).all():
-            np.take(records[phases[0] :: width], places // width, out=rows, mode="clip")
-            return
-    step = max(1, _GATHERED_BYTES // width)
-    for start in range(0, len(places), step):
-        rows[start : start + step] = records[places[start : start + step]]
+        self.items(_BYTE)[np.maximum((starts + within) * _PAGE_BYTES, 0)]
 
 
 def _physical_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Reads, decodes and pads windows of records in C. Raises `ValueError` for buffers that do not fit."""
+"""Reads, takes, decodes and pads windows of records in C. Raises `ValueError` for buffers that do not fit."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 def read(
     file: int, offsets: NDArray[np.int64], lengths: NDArray[np.int64], starts: NDArray[np.int64], data: Any, /
 ) -> int: ...
+def take(data: Any, ids: NDArray[np.int64], rows: Any, width: int, unit: int, /) -> None: ...
 def crc32c(data: Any, by_table: bool, /) -> int: ...
 def decode(
     data: Any,

@@ -64,6 +64,52 @@ def test_groups(tmp_path: Path, version: int, options: dict[str, Any]) -> None:
     assert_equal(read(cloudpickle.loads(cloudpickle.dumps(source))), read(source))
 
 
+PLAIN: dict[str, tuple[int, dict[str, Any]]] = {
+    **{name: CASES[name] for name in ("3 plain", "3 blosc", "3 one chunk")},
+    "2": (2, {"chunks": (4, 3)}),
+    "2 plain": (2, {"chunks": (4, 3), "compressors": None}),
+    "2 zlib": (2, {"chunks": (4, 3), "compressors": numcodecs.Zlib()}),
+    "2 lz4, big": (2, {"chunks": (4, 3), "compressors": numcodecs.LZ4(), "dtype": ">i8"}),
+    "3": (3, {"chunks": (4, 3)}),
+    "3 with dots": (3, {"chunks": (4, 3), "chunk_key_encoding": {"name": "default", "separator": "."}}),
+    "3 as 2": (3, {"chunks": (4, 3), "chunk_key_encoding": {"name": "v2", "separator": "/"}}),
+}
+
+
+@pytest.mark.parametrize("kept", ["a chunk", "all"])
+@pytest.mark.parametrize(("version", "options"), PLAIN.values(), ids=PLAIN)
+def test_plain_chunks_need_no_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, options: dict[str, Any], kept: str
+) -> None:
+    x = values(3, dtype=options.get("dtype", "<i8"))
+    given = {name: value for name, value in options.items() if name != "dtype"}
+    path = written(tmp_path / "a.zarr", version, x={"data": x, **given})
+    cache_bytes = min(given["chunks"][0], NUM_ROWS) * x[0].nbytes if kept == "a chunk" else 1 << 20
+    source = sources.open(path, cache_bytes=cache_bytes)
+    monkeypatch.setattr("braidax.data.formats.arrays.zarr._Array._by_library", lambda *_: pytest.fail("it was asked"))
+    assert_equal(read(source, ORDER), {"x": x[ORDER].astype(np.int32)})
+    assert_equal(read(source), {"x": x.astype(np.int32)})
+
+
+def test_a_plain_chunk_of_another_length_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.zarr", x={"data": np.arange(40), "chunks": (10,)})
+    chunk = path / "x" / "c" / "1"
+    chunk.write_bytes(numcodecs.Zstd().encode(np.arange(9)))
+    source = sources.open(path)
+    assert read(source, [9, 20])["x"].tolist() == [9, 20]
+    with pytest.raises(FormatError, match=r"'x', records 10 to 19: .*a chunk has 72 bytes, expected 80\)"):
+        read(source, [10])
+
+
+def test_a_folder_that_both_versions_describe(tmp_path: Path) -> None:
+    """A group of version 2 has arrays of version 2, whatever else lies beside these."""
+    path = written(tmp_path / "a.zarr", 2, x={"data": np.arange(8), "chunks": (4,)})
+    other = written(tmp_path / "b.zarr", 3, x={"data": np.arange(8, 16), "chunks": (4,)})
+    shutil.copy(other / "x" / "zarr.json", path / "x")
+    shutil.copytree(other / "x" / "c", path / "x" / "c")
+    assert read(sources.open(path))["x"].tolist() == list(range(8))
+
+
 @pytest.mark.parametrize("version", [2, 3])
 def test_an_array_alone_and_chunks_that_were_not_written(tmp_path: Path, version: int) -> None:
     array = zarr.create_array(

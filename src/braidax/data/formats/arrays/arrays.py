@@ -14,7 +14,7 @@ from braidax.data.formats.arrays.record_layout import RecordLayout, read_boxes
 from braidax.data.leaves import Integers
 from braidax.data.source import Box, Indices, Sliced, Source, check_indices, gather, loader_dtype
 from braidax.data.storage.files import stamp_of_files
-from braidax.data.storage.mapped import Mapped, gather_held
+from braidax.data.storage.mapped import Mapped
 from braidax.errors import ArgumentError, FormatError
 
 
@@ -161,9 +161,11 @@ class ArraySource(Source, Sliced):
         return box == self._whole[name] or not self._leaves[name].flags.c_contiguous
 
     def _read_box(self, name: str, indices: Indices, box: Box, target: NDArray[Any]) -> None:
+        from braidax.data.storage.taken import take_bytes
+
         array, place, layout = self._leaves[name], self._places[name], self._layouts[name]
         if self._mapped is None or place is None:
-            take, first = functools.partial(gather_held, array.reshape(-1).view(np.uint8)), 0
+            take, first = functools.partial(take_bytes, array.reshape(-1).view(np.uint8)), 0
         else:
             take, first = self._mapped.gather, place
         starts = first + indices * layout.num_bytes

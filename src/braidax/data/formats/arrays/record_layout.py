@@ -4,6 +4,7 @@ A box is some runs of bytes of one length, at the same offsets in every record. 
 gathered as whole records are: by one array of places.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -54,14 +55,19 @@ class RecordLayout(NamedTuple):
 
     def runs(self, box: Box) -> ByteRuns:
         """Returns the bytes of a box: as few runs as there can be."""
-        shape, bounds = (1, *self.shape), ((0, 1), *box)  # so that a scalar is no special case
-        steps = [math.prod(shape[dim + 1 :]) * self.dtype.itemsize for dim in range(len(shape))]
-        last = max(dim for dim, size in enumerate(shape) if dim == 0 or bounds[dim] != (0, size))
-        offsets = np.zeros(1, np.int64)
-        for (start, stop), step in zip(bounds[:last], steps, strict=False):
-            offsets = (offsets[:, None] + np.arange(start, stop) * step).reshape(-1)
-        start, stop = bounds[last]  # the dims behind it are whole
-        return ByteRuns(offsets + start * steps[last], (stop - start) * steps[last])
+        return _runs(self, box)
+
+
+@functools.lru_cache(maxsize=256)
+def _runs(layout: RecordLayout, box: Box) -> ByteRuns:
+    shape, bounds = (1, *layout.shape), ((0, 1), *box)  # so that a scalar is no special case
+    steps = [math.prod(shape[dim + 1 :]) * layout.dtype.itemsize for dim in range(len(shape))]
+    last = max(dim for dim, size in enumerate(shape) if dim == 0 or bounds[dim] != (0, size))
+    offsets = np.zeros(1, np.int64)
+    for (start, stop), step in zip(bounds[:last], steps, strict=False):
+        offsets = (offsets[:, None] + np.arange(start, stop) * step).reshape(-1)
+    start, stop = bounds[last]  # the dims behind it are whole
+    return ByteRuns(offsets + start * steps[last], (stop - start) * steps[last])
 
 
 def read_boxes(

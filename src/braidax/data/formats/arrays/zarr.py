@@ -1,14 +1,14 @@
 """Zarr, versions 2 and 3: an array, or the arrays of a group, each a leaf; on a disk or in an object store.
 
-The library of the format finds chunks and decodes them. It reads through the storage of this package, which sees a file
-that changes, and fetches from object stores with retries.
+The library of the format finds arrays, and decodes chunks that are not plain (`zarr_chunks`). It reads through the
+storage of this package, which sees a file that changes, and fetches from object stores with retries.
 """
 
 import asyncio
 import functools
 import json
 import warnings
-from collections.abc import AsyncIterator, Generator, Iterable, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from braidax.data.formats.arrays.chunked import (
     one_length,
     refuse_unloadable,
 )
+from braidax.data.formats.arrays.zarr_chunks import Chunks, plain_chunks
 from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES, BlockSource
 from braidax.data.storage.files import Bytes, Files, Ranges, stamp_of_files
 from braidax.errors import BraidaxError, FormatError, import_extra
@@ -46,12 +47,20 @@ class _Folder(NamedTuple):
 
 
 class _Array(StoredArray):
-    """One array of the library. **Arguments:** `where`: the store. `name`: of the leaf. `array`."""
+    """One array of the library.
 
-    def __init__(self, where: str, name: str, array: Any) -> None:
-        self._where = where
+    **Arguments:** `held`: the store. `name`: of the leaf. `array`. `folder`: of its files. `described`: what they say
+    of it.
+    """
+
+    def __init__(self, held: "_Held", name: str, array: Any, folder: str, described: Mapping[str, Any]) -> None:
+        self._held = held
+        self._where = held.where
         self._name = name
         self._array = array
+        self._folder = folder
+        is_same = described.get("zarr_format") == array.metadata.zarr_format  # a folder may have both
+        self._chunks = plain_chunks(described, array.shape, array.chunks, array.dtype) if is_same else None
         self._shape = tuple(array.shape)
         self._content: Content = "text" if array.dtype.kind in "OSTU" else "numbers"
 
@@ -76,6 +85,34 @@ class _Array(StoredArray):
         return True
 
     def rows(self, start: int, stop: int) -> NDArray[Any]:
+        if self._chunks is not None and start % self._chunks.num_rows == 0:
+            out = np.empty((stop - start, *self._shape[1:]), self._array.dtype)
+            self._unpack(self._chunks, start, stop, out)
+            return out
+        return self._by_library(start, stop)
+
+    def rows_into(self, pieces: Sequence[tuple[int, int]], outs: Sequence[NDArray[Any]]) -> None:
+        if self._chunks is None or any(start % self._chunks.num_rows for start, _ in pieces):
+            super().rows_into(pieces, outs)
+            return
+        for (start, stop), out in zip(pieces, outs, strict=True):
+            self._unpack(self._chunks, start, stop, out)
+
+    def _unpack(self, chunks: Chunks, start: int, stop: int, out: NDArray[Any]) -> None:
+        """Puts rows into place that begin with a chunk."""
+        step = chunks.num_rows
+        numbers = range(start // step, -(-stop // step))
+        with _refusing(f"{self._where}, array {self._name!r}, records {start} to {stop - 1}"):
+            stored = self._held.read_each([self._folder + chunks.key(number) for number in numbers])
+            for number, piece in zip(numbers, stored, strict=True):
+                first = number * step - start
+                part = out[first : first + step]
+                if piece is None:  # it was not written
+                    part[...] = self._by_library(start + first, start + first + len(part))
+                else:
+                    part[...] = chunks.values(piece)[: len(part)]
+
+    def _by_library(self, start: int, stop: int) -> NDArray[Any]:
         with _refusing(f"{self._where}, array {self._name!r}, records {start} to {stop - 1}"):
             found = np.asarray(self._array[start:stop])
             if found.shape != (stop - start, *self._shape[1:]):
@@ -113,10 +150,10 @@ def _table(where: str, files: Files, columns: Sequence[str] | None) -> ChunkedTa
         members = dict(found.members(max_depth=None)) if isinstance(found, zarr.Group) else {ROOT: found}
         known = {name: one for name, one in sorted(members.items()) if isinstance(one, zarr.Array)}
     wanted = chosen(list(known), columns, where=where, what="arrays")
-    for name in wanted:
-        _refuse_codecs(held, "" if known[name] is found else f"{name}/", name)
+    folders = {name: "" if known[name] is found else f"{name}/" for name in wanted}
+    described = {name: _described(held, folder, name) for name, folder in folders.items()}
     with _refusing(where):
-        arrays = {name: _Array(where, name, known[name]) for name in wanted}
+        arrays = {name: _Array(held, name, known[name], folders[name], described[name]) for name in wanted}
     for name, array in arrays.items():
         refuse_unloadable(array, name, where=where, what="array")
     one_length(arrays, where=where, what="arrays")
@@ -152,6 +189,14 @@ class _Held:
         first, last = min(max(start, 0), size), size if stop is None else min(max(stop, 0), size)
         ranges = Ranges(np.array([number]), np.array([first]), np.array([max(0, last - first)]))
         return self.files.read(ranges)[0]
+
+    def read_each(self, keys: Sequence[str]) -> list[Bytes | None]:
+        """Returns whole files, by one call of the storage; None where there is none of a key."""
+        numbers = [self.numbers.get(key) for key in keys]
+        known = np.array([number for number in numbers if number is not None], np.int64)
+        sizes = np.array([self.files.sizes[number] for number in known.tolist()], np.int64)
+        stored = iter(self.files.read(Ranges(known, np.zeros(len(known), np.int64), sizes)))
+        return [None if number is None else next(stored) for number in numbers]
 
 
 @functools.cache
@@ -206,14 +251,19 @@ def _store_class() -> Any:
     return Store
 
 
-def _refuse_codecs(held: _Held, folder: str, name: str) -> None:
-    """Raises `FormatError` for an array that is packed by anything but known codecs: some can run code."""
+def _described(held: _Held, folder: str, name: str) -> Mapping[str, Any]:
+    """Returns what the store says of an array: in its newest version, which is the one that the library takes.
+
+    **Raises:** `FormatError` for an array that is packed by anything but known codecs: some can run code.
+    """
     where = f"{held.where}, array {name!r}"
     found: list[str] = []
+    described: Mapping[str, Any] = {}
     with _refusing(where):
         for mark in ("zarr.json", ".zarray"):
             stored = held.read(folder + mark)
             told: Any = {} if stored is None else json.loads(bytes(stored))
+            described = described or told
             found += list(_codecs(told.get("codecs") or []))
             packed = [*(told.get("filters") or []), told.get("compressor") or {"id": "zlib"}]
             found += [str(codec["id"]) for codec in packed]
@@ -223,6 +273,7 @@ def _refuse_codecs(held: _Held, folder: str, name: str) -> None:
             f"{where}: is packed by {unknown}, expected codecs among {', '.join(sorted(_CODECS))}; others may run "
             "code, or are not known: write the array anew, or leave it out with columns="
         )
+    return described
 
 
 def _codecs(told: Sequence[Any], depth: int = 0) -> Generator[str]:

@@ -19,7 +19,7 @@ from braidax.spans import span
 
 RECORD = "record"  # the leaf of a record as it is
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # for reads at random, in the thread that asks
-_BUFFER_BYTES = 1 << 15
+_BUFFER_BYTES = 1 << 12  # it is read anew for each record: of a larger one most is copied for nothing
 _PARALLEL = 8  # files that are opened at a time
 
 

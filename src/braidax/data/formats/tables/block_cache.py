@@ -20,6 +20,7 @@ WAIT_SECONDS = 600.0
 
 _ABSENT, _COMING, _THERE = 0, 1, 2
 _AT_ONCE = 8  # blocks that a thread takes upon itself, so that threads which want the same ones share the work
+_SHARE = 4  # and no larger a part of those that are left, so that they end together
 
 Group = Mapping[str, Column]
 """The columns of a block, by name."""
@@ -335,7 +336,8 @@ class InPlace:
                 left = blocks[self._states[blocks] != _THERE]
                 if not left.size:
                     return
-                mine = left[self._states[left] == _ABSENT][:_AT_ONCE]
+                absent = left[self._states[left] == _ABSENT]
+                mine = absent[: min(_AT_ONCE, -(-len(absent) // _SHARE))]
                 if not mine.size:
                     if not self._changed.wait(WAIT_SECONDS):
                         raise WaitTimeout(
