@@ -40,7 +40,7 @@ def one(sizes: tuple[int, ...], kinds: tuple[int, ...], microbatches: int = 1) -
     [
         ((1, 1), (UNUSED, UNUSED), 1, 8.0, 3200 + 6400, 0),
         ((4, 1), (DATA, UNUSED), 1, 2 + 12 + 1, 3200 + 1600, 1200),
-        ((4, 1), (FULLY_SHARDED, UNUSED), 2, 2 + 36 + 3, 800 + 800 + 600, 3600),
+        ((4, 1), (FULLY_SHARDED, UNUSED), 2, 2 + 36 + 3, 800 + 800 + 600 + 2 * 200, 3600),
         ((1, 4), (UNUSED, ROTATED), 1, 2 + 18 + 4.5, 800 + 1600, 1800),
         ((1, 4), (UNUSED, TENSOR), 1, 2 + 2.4 + 2, 800 + 1600, 240),
         ((2, 2), (DATA, FULLY_SHARDED), 1, 2 + 4 + 1 + 12 + 1.5, 1600 + 1600, 400 + 1200),

@@ -140,8 +140,9 @@ def _memory(many: Candidates, work: Workload, laid: _Laid) -> Any:
 
     Variables, their gradients and what the optimizer keeps are there all the time; tables by rows have no gradient of
     their size. Beside them lies whichever is more: the activations, or what collectives read while they write, which
-    is gradients before they are summed, what is gathered, and the parts that come around a ring. Microbatches add gradients up beside activations. Rows of
-    tables are there as they come, as they are used, and both ways again as gradients.
+    is gradients before they are summed, what is gathered, and the parts that come around a ring. Microbatches add
+    gradients up beside activations, and beside what collectives read: of sharded ones the sum before and behind each.
+    Rows of tables are there as they come, as they are used, and both ways again as gradients.
     """
     own, given, kept = _kept(work, laid)
     pieces, share = many.microbatches, _in_tables(work, laid)
@@ -154,7 +155,8 @@ def _memory(many: Candidates, work: Workload, laid: _Laid) -> Any:
     added = np.where(adds, given * part + in_tables * laid.gradients, 0.0)
     gathered = laid.gathered * (own + (own - in_tables / laid.rings) * laid.gradients * (1 - 1 / laid.sharded))
     coming = np.where(laid.rings > 1, own + given, 0.0)
-    summed = np.where(laid.parts > 1, given * (1 - laid.gathered), 0.0) + gathered + coming
+    sums = np.select([laid.sharded > 1, laid.rings > 1], [2.0, 1.0], 0.0) * (pieces > 1) * given * part
+    summed = np.where(laid.parts > 1, given * (1 - laid.gathered), 0.0) + gathered + coming + sums
     return ((own + given + kept) * part + tables + rows + np.maximum(activations + added, summed)) / laid.stages
 
 

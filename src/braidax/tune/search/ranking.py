@@ -53,8 +53,11 @@ class Ranked(NamedTuple):
         return f"{told}: with {1 / memory:.3g} × its memory" if memory <= 0.99 else told
 
 
-HEADROOM = 0.25
-"""Of predicted memory, that has to be free beside it where nobody compiles what was predicted."""
+HEADROOM = 1.0
+"""As a share of predicted memory, what has to be free beside it where nobody compiles what was predicted.
+
+Most of 193 compiled candidates of five small losses took within 15 % of what was predicted, and one 1.8 times as much.
+"""
 
 
 def rank(many: Candidates, work: Workload, cluster: Cluster, *, headroom: float = 0.0) -> Ranked:
