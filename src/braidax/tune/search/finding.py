@@ -110,6 +110,8 @@ class Found:
             verdict = "wins" if at == self.at else "" if one is None else one.why
             rows.append((*self.ranked.told(at), measured, compiled, verdict))
         total = f"{len(self.ranked.many.sizes):,} candidates, of which {self.ranked.num_refused:,} need too much memory"
+        if self.ranked.num_refused and self.ranked.headroom:
+            total += f" or may, {100 * self.ranked.headroom:.3g} % more than is predicted: target= would compile them"
         return "\n".join([total, *table(rows, right=[1, 2, 3, 4, 5]), f"why  {self._why()}"])
 
     def _why(self) -> str:
