@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 
 from tests.support.comm.faults.crew import START_SECONDS, Crew
 from tests.support.comm.faults.trials import PEER_TIMEOUT_SECONDS, SLACK_SECONDS, check_after
+from tests.support.readable import is_readable
 from tests.support.tree import ROOT
 
 PROGRAM = """
@@ -51,7 +51,7 @@ def programs(folder: Path, how: str) -> Iterator[list[subprocess.Popen[str]]]:
     try:
         for program in started:
             assert program.stdout is not None
-            assert select.select([program.stdout], [], [], START_SECONDS)[0]
+            assert is_readable(program.stdout, START_SECONDS)
             assert program.stdout.readline() == "joined\n"
         yield started
     finally:

@@ -1,14 +1,10 @@
 """The bell: readable from ring to hush, from any thread."""
 
-import select
 import threading
 import time
 
 from braidax.comm.transports.bell import Bell
-
-
-def is_readable(bell: Bell) -> bool:
-    return bool(select.select([bell.fileno()], [], [], 0)[0])
+from tests.support.readable import is_readable
 
 
 def test_it_is_readable_from_ring_to_hush() -> None:

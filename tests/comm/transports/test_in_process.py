@@ -1,7 +1,6 @@
 """What is the in-process transport's alone: one copy, and the trouble that its hub makes."""
 
 import gc
-import select
 import threading
 import time
 import weakref
@@ -14,6 +13,7 @@ from braidax.comm.transports.transport import Operation
 from braidax.connections.world import World
 from braidax.errors import ArgumentError, HandshakeError, PeerLost, WaitTimeout
 from tests.support.comm.transports.worlds import SECRET, Rank, hosts, run_threads, wait
+from tests.support.readable import is_readable
 
 
 def connected(hub: Hub, size: int) -> list[Rank]:
@@ -87,20 +87,17 @@ def test_a_poll_that_spins_waits_for_an_end() -> None:
 def test_a_rank_sleeps_only_when_nothing_has_come() -> None:
     first, second = ranks = connected(Hub(), 2)
 
-    def is_readable() -> bool:
-        return bool(select.select([second.transport.fileno()], [], [], 0)[0])
-
     second.transport.poll(0.0)
     first.send(1, 1, b"1")
     assert not second.transport.arm()  # it came before the sleep: nothing would ring
-    assert not is_readable()
+    assert not is_readable(second.transport)
     second.transport.poll(0.0)
     assert second.transport.arm()
-    assert not is_readable()
+    assert not is_readable(second.transport)
     first.send(1, 1, b"1")
-    assert is_readable()
+    assert is_readable(second.transport)
     second.transport.poll(0.0)
-    assert not is_readable()
+    assert not is_readable(second.transport)
     close(ranks)
 
 

@@ -5,7 +5,6 @@ import importlib.util
 import itertools
 import os
 import re
-import select
 import shutil
 import sys
 import threading
@@ -25,6 +24,7 @@ from braidax.connections.world import World
 from braidax.errors import ArgumentError, CommError, HandshakeError, MissingExtra, WaitTimeout
 from tests.support.comm.ranks import by_day, in_turns
 from tests.support.comm.transports.ucx_ranks import LIMIT_SECONDS, WAYS, Rank, Ranks
+from tests.support.readable import is_readable
 from tests.support.tree import ROOT
 
 MIB = 1 << 20
@@ -148,19 +148,19 @@ def sleep_until_woken(rank: Rank) -> tuple[bool, float, bool, int]:
     place = bytearray(8)
     received = rank.receive(1, 1, place)
     begin, used, until = time.monotonic(), time.process_time(), time.monotonic() + LIMIT_SECONDS / 2
-    early = [0]
+    early = True
     while early and time.monotonic() < until:  # at first it may have something to say of connecting
         rank.transport.poll(0)
         while not rank.transport.arm():
             rank.transport.poll(0)
-        early, _, _ = select.select([rank.transport.fileno()], [], [], 0.5)
+        early = is_readable(rank.transport, 0.5)
     share = (time.process_time() - used) / (time.monotonic() - begin)
     while not rank.transport.arm():
         rank.transport.poll(0)
     rank.pipe.send(("asleep", None))
-    woken, _, _ = select.select([rank.transport.fileno()], [], [], LIMIT_SECONDS)
+    woken = is_readable(rank.transport, LIMIT_SECONDS)
     rank.wait(received)
-    return bool(early), share, bool(woken), received.num_bytes
+    return early, share, woken, received.num_bytes
 
 
 def send_when_told(rank: Rank) -> None:

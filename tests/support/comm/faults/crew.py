@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 
 from tests.support.comm.faults.stalls import Stalls
 from tests.support.gang.forks import fork_children
+from tests.support.readable import is_readable
 from tests.support.tree import ROOT
 
 START_SECONDS = 60.0
@@ -76,7 +76,7 @@ class Member:
         deadline = self._clock() + seconds
         while b"\n" not in self._heard:
             left = deadline - self._clock()
-            readable = select.select([self.process.stdout], [], [], max(0.0, left))[0]
+            readable = is_readable(self.process.stdout, max(0.0, left))
             if not readable and self._clock() < deadline:
                 continue
             data = os.read(self.process.stdout.fileno(), 65536) if readable else b""

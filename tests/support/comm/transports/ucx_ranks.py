@@ -7,7 +7,6 @@ started nothing of UCX.
 import contextlib
 import multiprocessing
 import os
-import select
 import signal
 import time
 import traceback
@@ -19,6 +18,7 @@ from typing import Any, final
 from braidax.comm.transports.transport import Operation
 from braidax.comm.transports.ucx import UcxTransport
 from braidax.connections.world import World
+from tests.support.readable import is_readable
 
 LIMIT_SECONDS = 60
 WAYS = {"default": {}, "tcp": {"UCX_TLS": "tcp"}, "copies": {"UCX_TLS": "posix"}}
@@ -60,7 +60,7 @@ class Rank:
         while not all(operation.done for operation in operations) and time.monotonic() < deadline:
             self.transport.poll(0.0001)
             if not all(operation.done for operation in operations) and self.transport.arm():
-                select.select([self.transport.fileno()], [], [], 0.1)
+                is_readable(self.transport, 0.1)
         return all(operation.done for operation in operations)
 
     def ask(self) -> Any:

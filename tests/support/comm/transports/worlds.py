@@ -1,7 +1,6 @@
 """Worlds under test: ranks that are threads of one process, or processes of an MPI launcher, and what drives them."""
 
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from typing import final
 from braidax.comm.transports.transport import MAX_TAG, Operation, Transport
 from braidax.connections.world import World
 from braidax.errors import PeerLost
+from tests.support.readable import is_readable
 from tests.support.tree import ROOT
 
 SECRET = bytes(range(32))
@@ -86,7 +86,7 @@ def wait(
         if left <= 0:
             raise TimeoutError(f"{len(waiting)} of {len(operations)} operations have not ended")
         if transport.arm():
-            select.select([transport.fileno()], [], [], min(left, NAP_SECONDS, transport.nap_seconds or left))
+            is_readable(transport, min(left, NAP_SECONDS, transport.nap_seconds or left))
 
 
 class Rank:
@@ -135,7 +135,7 @@ class Rank:
         while (left := deadline - time.monotonic()) > 0:
             self.transport.poll(0.0)
             if self.transport.arm():
-                select.select([self.transport.fileno()], [], [], min(left, self.transport.nap_seconds or left))
+                is_readable(self.transport, min(left, self.transport.nap_seconds or left))
 
     def barrier(self) -> None:
         """Returns when all ranks have come here."""
