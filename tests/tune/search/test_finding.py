@@ -149,10 +149,10 @@ def test_limits_that_cannot_be_met_name_the_nearest() -> None:
 def test_what_nobody_compiles_needs_room_beside_what_is_predicted() -> None:
     best = plan(MODEL.loss, optax.adam(1e-3), cluster=FAR, **GIVEN)
     memory = float(best.ranked.predicted.memory_bytes[best.at])
-    for room, wins in ((2.251, True), (2.249, False)):
+    for room, wins in ((1.751, True), (1.749, False)):
         found = plan(MODEL.loss, optax.adam(1e-3), cluster=FAR, memory_bytes=int(room * memory), **GIVEN)
         assert (found.ranked.name(found.at) == best.ranked.name(best.at)) == wins
-        assert " or may, 125 % more than is predicted: target= would compile them\n" in str(found)
+        assert " or may, 75 % more than is predicted: target= would compile them\n" in str(found)
 
 
 @pytest.mark.parametrize("name", ["measure", "memory_bytes"])

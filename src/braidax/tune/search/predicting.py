@@ -142,6 +142,7 @@ def _memory(many: Candidates, work: Workload, laid: _Laid) -> Any:
     their size. Beside them lies whichever is more: the activations, or what collectives read while they write, which
     is gradients before they are summed, what is gathered, and the parts that come around a ring. Microbatches add
     gradients up beside activations, and beside what collectives read: of sharded ones the sum before and behind each.
+    Where tables are divided by rows and by tensor parallel, sums take as much as microbatches spare.
     Rows of tables are there as they come, as they are used, and both ways again as gradients.
     """
     own, given, kept = _kept(work, laid)
@@ -149,7 +150,8 @@ def _memory(many: Candidates, work: Workload, laid: _Laid) -> Any:
     part = _part(laid)
     tables = (laid.tables + work.state_bytes * share) / laid.by_rows / laid.tensor.variables
     rows = np.where(laid.by_rows > 1, 4 * work.row_bytes / laid.parts, 0.0)
-    activations = work.activation_bytes / laid.parts / laid.tensor.activations / pieces * _in_flight(many, laid.stages)
+    spared = np.where((laid.by_rows > 1) & (laid.tensor.size > 1), 1, pieces)
+    activations = work.activation_bytes / laid.parts / laid.tensor.activations / spared * _in_flight(many, laid.stages)
     in_tables = np.minimum((work.table_bytes - laid.tables) / laid.tensor.variables, own * laid.rings)
     adds = (pieces > 1) & (laid.parts > 1) & (laid.stages == 1)  # stages add up in place
     added = np.where(adds, given * part + in_tables * laid.gradients, 0.0)
