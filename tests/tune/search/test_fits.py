@@ -52,5 +52,4 @@ def test_nothing_of_two_hundred_is_said_to_fit_that_does_not() -> None:
         found = _compiled(make, 48)
         num_compiled += sum(one.memory_bytes is not None for one in found.tried)
         assert list(_wrong(found)) == [], name
-        print(f"{name}: {num_compiled} compiled until here")
     assert num_compiled >= 200
