@@ -85,6 +85,17 @@ def test_any_number_of_files_row_groups_and_pieces(tmp_path: Path, count: int) -
             assert_frame_equal(pl.concat(on_ranks(3, plan)), plan.collect())
 
 
+@pytest.mark.usefixtures("dealt")
+@pytest.mark.parametrize("rows", [0, 1, 30])
+def test_the_path_of_a_row_s_file_is_no_column_of_the_file(tmp_path: Path, rows: int) -> None:
+    table = pl.DataFrame({"k": np.arange(rows), "other": np.arange(rows)})
+    for i in range(4):
+        table[i::4].write_parquet(tmp_path / f"{i}.parquet")
+    lazy = pl.scan_parquet(tmp_path / "*.parquet", include_file_paths="path")
+    for plan in (lazy, lazy.select("k", "path"), lazy.filter(pl.col("k") > 3).select("path")):
+        assert_frame_equal(pl.concat(on_ranks(2, plan)), plan.collect())
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_each_file_has_one_rank(size: int) -> None:
     sizes = [100 + (i * 37) % 60 for i in range(40)]

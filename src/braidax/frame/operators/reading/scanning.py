@@ -275,7 +275,8 @@ def _of_files(node: Node, files: Sequence[str]) -> Node:
     args = {**node.fields["unified_scan_args"], "glob": False}
     options = dict(node.fields["scan_type"]["Parquet"]["options"])
     if options["schema"] is None:
-        options["schema"] = _written_schema(schema_of(node))
+        added = args["include_file_paths"]  # no column of the files
+        options["schema"] = _written_schema({name: one for name, one in schema_of(node).items() if name != added})
     return node.but(
         sources={"Paths": [{"inner": file} for file in files]},
         unified_scan_args=args,
