@@ -276,7 +276,8 @@ def _of_files(node: Node, files: Sequence[str]) -> Node:
     options = dict(node.fields["scan_type"]["Parquet"]["options"])
     if options["schema"] is None:
         added = args["include_file_paths"]  # no column of the files
-        options["schema"] = _written_schema({name: one for name, one in schema_of(node).items() if name != added})
+        own = {name: dtype for name, dtype in schema_of(node).items() if name != added}
+        options["schema"] = _written_schema(pl.Schema(own))
     return node.but(
         sources={"Paths": [{"inner": file} for file in files]},
         unified_scan_args=args,
