@@ -3,9 +3,6 @@
 
 All of them take a checkpoint, so that work lost is bounded: every 20 updates at most. The grid has 256 mixes, each run
 once for few steps; the best of them are run again, beside the mix that was found, in turns of random order.
-
-Mixes that differ by noise alone are no better than one another, and the fastest of several is faster than any given
-one: a mix is better than that which was found where it was faster in each of 8 rounds (chance has 1 in 256).
 """
 
 import random
@@ -38,7 +35,7 @@ Measure = Callable[[Setting, Length], Run]
 
 def measure_tuned(report: Report, *, quick: bool) -> None:
     """Makes the claims `tuned`, of all cases of the study, and `tuned_grid`, of digits."""
-    better: list[str] = []
+    compared: list[tuple[str, str, list[str]]] = []
     for name in CASES[:1] if quick else CASES:
         case = find_case(name, None, quick=True)
         with (
@@ -51,11 +48,11 @@ def measure_tuned(report: Report, *, quick: bool) -> None:
             _compare(report, case.name, measure, {_OURS: mix, **others, **best}, rounds=1 if quick else 8)
         where = f"tuned, {case.name}"
         if others:
-            better += better_mixes(report, where, list(others))
+            compared.append((where, _OURS, list(others)))
         if best:
             _claim_grid(report, where, list(best))
-    if not quick:
-        report.at_most("tuned", len(better), 0)
+    if compared:
+        report.against_everywhere("tuned", compared, "time", at=[""], at_least=1)
 
 
 def _space(*, quick: bool) -> Mapping[str, Any]:
@@ -75,33 +72,9 @@ def _found(report: Report, case: str, measure: Measure, *, quick: bool) -> Setti
     return mix
 
 
-def better_mixes(report: Report, where: str, names: Sequence[str]) -> list[str]:
-    """Returns the mixes that were faster than the one that was found in each round, and notes how the fastest compares.
-
-    **Arguments:** `where`: the case of the rows. `names`: of the mixes.
-    """
-    ours, *others = _seconds(report, where, [_OURS, *names])
-    ratios = {
-        name: [one / mine for one, mine in zip(taken, ours, strict=True)]
-        for name, taken in zip(names, others, strict=True)
-        if taken
-    }
-    fastest = min(ratios, key=lambda name: statistics.median(ratios[name]))
-    told = ratios[fastest]
-    report.note(
-        f"{where}: of all others {fastest} is the fastest, which takes {statistics.median(told):.3g} of its time, "
-        f"{min(told):.3g} to {max(told):.3g} in {len(told)} rounds"
-    )
-    return [name for name, taken in ratios.items() if max(taken) < 1]
-
-
-def _seconds(report: Report, where: str, names: Sequence[str]) -> list[list[float]]:
-    rows = {row.system: row.values for row in report.rows if row.case == where}
-    return [list(rows[name]) for name in names]
-
-
 def _claim_grid(report: Report, where: str, names: Sequence[str]) -> None:
-    ours, *grid = _seconds(report, where, [_OURS, *names])
+    grid = [row.values for row in report.rows if row.case == where and row.system in names]
+    ours = next(row.values for row in report.rows if row.case == where and row.system == _OURS)
     fastest = min(grid, key=statistics.median)
     report.at_most("tuned_grid", [one / other for one, other in zip(ours, fastest, strict=True)], 1.03)
 

@@ -104,24 +104,21 @@ class Listener:
         if not dialed:
             return self._accept(meeting, set(accepted), stop)
         opened: dict[int, socket.socket] = {}
-        with contextlib.ExitStack() as given_up:
-            given_up.callback(lambda: [connection.close() for connection in opened.values()])
-            if not accepted:
+        with ThreadPoolExecutor(1, thread_name_prefix="braidax-accept") as executor:
+            accepting = executor.submit(self._accept, meeting, set(accepted), stop) if accepted else None
+            try:
                 for rank in dialed:
                     opened[rank] = _dial(rank, self, meeting)
-            else:
-                with ThreadPoolExecutor(1, thread_name_prefix="braidax-accept") as executor:
-                    accepting = executor.submit(self._accept, meeting, set(accepted), stop)
-                    try:
-                        for rank in dialed:
-                            opened[rank] = _dial(rank, self, meeting)
+                if accepting is not None:
+                    opened |= accepting.result()
+            except BaseException:
+                stop.set()
+                if accepting is not None:
+                    with contextlib.suppress(CommError, WaitTimeout, OSError):
                         opened |= accepting.result()
-                    except BaseException:
-                        stop.set()
-                        with contextlib.suppress(CommError, WaitTimeout, OSError):
-                            opened |= accepting.result()
-                        raise
-            given_up.pop_all()
+                for connection in opened.values():
+                    connection.close()
+                raise
         return opened
 
     def _accept(self, meeting: _Meeting, missing: set[int], stop: threading.Event) -> dict[int, socket.socket]:

@@ -14,10 +14,10 @@ from braidax.frame.plan.expressions import (
     Expression,
     aggregation,
     alias,
+    all_expanded,
     column,
     columns_of,
     depends_on_order,
-    expanded,
     is_rowwise,
     is_rowwise_itself,
     is_scalar,
@@ -157,17 +157,6 @@ def _counts(keys: "pl.DataFrame") -> list[int]:
 def columns_among(keys: Sequence[Expression]) -> list[str]:
     """Returns the columns that are keys themselves."""
     return [key["Column"] for key in keys if kind_of(key) == "Column"]
-
-
-def all_expanded(expressions: Sequence[Expression], schema: Schema) -> list[Expression] | None:
-    """Returns the expressions of `expanded`, for several."""
-    found: list[Expression] = []
-    for one in expressions:
-        several = expanded(one, schema)
-        if several is None:
-            return None
-        found += several
-    return found
 
 
 @dataclass

@@ -196,28 +196,34 @@ def expanded(expression: Expression, schema: Schema) -> list[Expression] | None:
     names = [pl.LazyFrame(schema=schema).select(one).collect_schema().names() for one in columns]
     if len(names) > 1 and len(set(map(tuple, names))) > 1:
         return None
-    return [_selected(expression, name) for name in names[0]]
+    return [_replaced(expression, "Selector", lambda _, name=name: column(name)) for name in names[0]]
 
 
-def _selected(value: Any, name: str) -> Any:
-    if isinstance(value, dict):
-        if kind_of(value) == "Selector" and len(value) == 1:
-            return column(name)
-        return {key: _selected(part, name) for key, part in value.items()}
-    if isinstance(value, list) and not (value and isinstance(value[0], int)):
-        return [_selected(part, name) for part in value]
-    return value
+def all_expanded(expressions: Sequence[Expression], schema: Schema) -> list[Expression] | None:
+    """Returns the expressions of `expanded`, for several."""
+    found: list[Expression] = []
+    for one in expressions:
+        several = expanded(one, schema)
+        if several is None:
+            return None
+        found += several
+    return found
 
 
 def renamed(expression: Expression, names: Mapping[str, str]) -> Expression:
     """Returns an expression without selectors of other columns. **Arguments:** `names`: the new name of each."""
-    if isinstance(expression, dict):
-        if kind_of(expression) == "Column" and len(expression) == 1:
-            return column(names[expression["Column"]])
-        return {key: renamed(part, names) for key, part in expression.items()}
-    if isinstance(expression, list) and not (expression and isinstance(expression[0], int)):
-        return [renamed(part, names) for part in expression]
-    return expression
+    return _replaced(expression, "Column", lambda one: column(names[one["Column"]]))
+
+
+def _replaced(value: Any, kind: str, new: Callable[[Expression], Expression]) -> Any:
+    """Returns an expression with others in place of its parts of a kind."""
+    if isinstance(value, dict):
+        if kind_of(value) == kind and len(value) == 1:
+            return new(value)
+        return {key: _replaced(part, kind, new) for key, part in value.items()}
+    if isinstance(value, list) and not (value and isinstance(value[0], int)):
+        return [_replaced(part, kind, new) for part in value]
+    return value
 
 
 def columns_of(expression: Expression) -> list[str]:

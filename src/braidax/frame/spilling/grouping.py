@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from itertools import chain
 
 from braidax.frame.operators import grouping
-from braidax.frame.operators.grouping import Small, all_expanded, columns_among, repeats
+from braidax.frame.operators.grouping import Small, columns_among, repeats
 from braidax.frame.operators.placing import INDEX
 from braidax.frame.operators.sorting import restored
 from braidax.frame.plan.expressions import (
     Expression,
     alias,
+    all_expanded,
     column,
     depends_on_order,
     is_rowwise,

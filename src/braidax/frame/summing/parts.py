@@ -9,9 +9,9 @@ from braidax.frame.plan.expressions import (
     Expression,
     aggregation,
     alias,
+    all_expanded,
     column,
     columns_of,
-    expanded,
     is_rowwise,
     is_rowwise_itself,
     is_scalar,
@@ -84,10 +84,12 @@ def parts_of(node: Node) -> Parts | None:
     if not tables or dtypes[0].base_type() not in INTEGERS or any(dtype != dtypes[0] for dtype in dtypes):
         return None
     others = pl.Schema({one: dtype for one, dtype in schema_of(node.inputs[0]).items() if one != name})
-    several = [expanded(one, others) for one in node.fields["aggs"]]
+    aggs = all_expanded(node.fields["aggs"], others)
+    if aggs is None:
+        return None
     taking = _Taking(tables)
     try:
-        results = [alias(column(KEY), name), *(taking.taken(one) for ones in several for one in ones or [None])]
+        results = [alias(column(KEY), name), *map(taking.taken, aggs)]
     except NotSummed:
         return None
     hidden = pl.LazyFrame(schema={KEY: dtypes[0], **{part.name: part.dtype for part in taking.parts}})

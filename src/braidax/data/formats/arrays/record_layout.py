@@ -67,7 +67,9 @@ def _runs(layout: RecordLayout, box: Box) -> ByteRuns:
     for (start, stop), step in zip(bounds[:last], steps, strict=False):
         offsets = (offsets[:, None] + np.arange(start, stop) * step).reshape(-1)
     start, stop = bounds[last]  # the dims behind it are whole
-    return ByteRuns(offsets + start * steps[last], (stop - start) * steps[last])
+    offsets = offsets + start * steps[last]
+    offsets.flags.writeable = False  # all who ask for this box share it
+    return ByteRuns(offsets, (stop - start) * steps[last])
 
 
 def read_boxes(
