@@ -51,6 +51,28 @@ def test_a_local_gang_stays(gang: LocalGang, tmp_path: Path, check: Callable[[Ga
     check(gang, tmp_path)
 
 
+def test_what_ranks_keep_is_deleted_although_one_is_lost_meanwhile(gang: LocalGang) -> None:
+    pids = gang.run(programs.pids)
+    gang.put("x", [0, 1, 2])
+    os.kill(pids[1], signal.SIGSTOP)  # it will not answer
+    raised: list[BaseException] = []
+
+    def delete() -> None:
+        try:
+            gang.delete("x")
+        except BaseException as error:
+            raised.append(error)
+
+    deleting = threading.Thread(target=delete)
+    deleting.start()
+    clusters.until(lambda: "x" not in gang.names())
+    os.kill(pids[1], signal.SIGKILL)
+    deleting.join(30)
+    assert (deleting.is_alive(), raised, gang.lost) == (False, [], (1,))
+    gang.replace()
+    assert [pid == before for pid, before in zip(gang.run(programs.pids), pids, strict=True)] == [True, False, True]
+
+
 def test_a_rank_that_goes_on_when_another_raised_holds_up_the_next_call_only(
     gang: LocalGang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -280,7 +280,9 @@ class Dispatch:
         }
 
     def _judge(self, call: Call) -> None:
-        if call.kind == "delete" or not (call.troubles or call.owing):  # a rank that is lost meanwhile keeps nothing
+        if call.kind == "delete":  # a rank that is lost meanwhile keeps nothing, and has not answered
+            call.ranks = tuple(rank for rank in call.ranks if rank in call.results)
+        if call.kind == "delete" or not (call.troubles or call.owing):
             if call.keep is not None:
                 self.names.note(call.keep, call.ranks, call.number)
             call.finish()
