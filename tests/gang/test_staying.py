@@ -2,12 +2,14 @@
 
 import io
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,11 @@ from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CallFailed, GangError, PeerLost, WaitTimeout
 from braidax.gang import Gang, LocalGang, local
 from braidax.gang.calling import dispatch, worlds
+from braidax.gang.calling.orders import Order
+from braidax.gang.calling.ranks import Ended, Message
 from tests.support.gang import clusters, programs, staying
 from tests.support.gang.forks import fork_children
+from tests.support.readable import is_readable
 
 ANEW = subprocess.Popen._execute_child  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -71,6 +76,33 @@ def test_what_ranks_keep_is_deleted_although_one_is_lost_meanwhile(gang: LocalGa
     assert (deleting.is_alive(), raised, gang.lost) == (False, [], (1,))
     gang.replace()
     assert [pid == before for pid, before in zip(gang.run(programs.pids), pids, strict=True)] == [True, False, True]
+
+
+def test_a_rank_that_ends_with_its_answer_is_lost_although_it_is_asked_again_before_that_is_told() -> None:
+    gang = LocalGang(1)
+    ranks = gang._begin(time.monotonic() + clusters.UNTIL_SECONDS)
+    try:
+        assert isinstance(ranks, local._LocalRanks)
+        assert ranks._processes is not None
+        message = Message([pickle.dumps(Order(1, None, frozenset(), {}, None))], [])
+        ranks.ask({0: message})
+        assert is_readable(ranks._ranks[0].channel.socket, clusters.UNTIL_SECONDS)
+        (process,) = ranks._processes._processes
+        os.kill(process._popen.pid, signal.SIGKILL)
+        assert is_readable(ranks._processes, clusters.UNTIL_SECONDS)
+        assert [type(told) for told in ranks.answers(timeout_seconds=0).values()] == [list]
+        ranks.ask({0: message})
+        with ThreadPoolExecutor(1) as executor:
+            asking = executor.submit(ranks.answers, timeout_seconds=None)
+            was_told = bool(wait([asking], clusters.UNTIL_SECONDS).done)
+            ranks.wake()
+        assert was_told
+        (told,) = asking.result().values()
+        assert isinstance(told, Ended)
+        assert "signal 9" in told.how
+    finally:
+        ranks.end("stop")
+        gang.stop()
 
 
 def test_a_rank_that_goes_on_when_another_raised_holds_up_the_next_call_only(

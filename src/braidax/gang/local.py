@@ -131,15 +131,19 @@ class _LocalRanks(Ranks):
 
     def answers(self, *, timeout_seconds: float | None) -> Mapping[int, Parcel | Ended]:
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while True:
+        while not (found := self._popped()):  # of a rank that has answered and ended, the end is told by the next call
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             moved = self._loop.wait(left)
             for number, frames in moved:
                 self._move(number, frames)
-            found = {number: told for number, rank in self._ranks.items() for told in rank.pop()}
-            self.kill([number for number, told in found.items() if isinstance(told, Ended)])  # what it had started
-            if found or self._loop.was_woken or not moved:
-                return found
+            if self._loop.was_woken or not moved:
+                return self._popped()
+        return found
+
+    def _popped(self) -> dict[int, Parcel | Ended]:
+        found = {number: told for number, rank in self._ranks.items() for told in rank.pop()}
+        self.kill([number for number, told in found.items() if isinstance(told, Ended)])  # what it had started
+        return found
 
     def wake(self) -> None:
         self._loop.wake()

@@ -66,6 +66,25 @@ def test_what_is_below_the_noise_is_not_kept() -> None:
     assert climb({"x": [1, 2]}, between(measure), start={"x": 1}).best == {"x": 1}
 
 
+def test_trials_that_are_left_look_again_at_what_is_close_and_take_all_its_steps_into_account() -> None:
+    seeds = itertools.count(4)
+    seconds = {1: 1.0, 2: 0.97, 3: 1.2}
+    tried: list[int] = []
+
+    def duel(best: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+        tried.append(other["x"])
+        return tuple(steps_of(seconds[one["x"]], 0.1, next(seeds)) for one in (best, other))  # pyright: ignore[reportReturnType]
+
+    found = climb({"x": [3, 1, 2]}, duel, start={"x": 1})
+    errors = [trial.found.error for trial in found.trials if trial.setting == {"x": 2} and trial.found is not None]
+    assert found.best == {"x": 2}
+    assert tried[:2] == [2, 3]
+    assert tried[2:] == [2] * (len(errors) - 1)  # and 3 is out of the question
+    assert len(errors) >= 3
+    assert errors == sorted(errors, reverse=True)
+    assert [trial.verdict for trial in found.trials] == ["no better"] * (len(tried) - 1) + ["kept"]
+
+
 def test_a_setting_that_cannot_run_is_told_and_another_one_is_tried() -> None:
     def measure(setting: Mapping[str, Any]) -> list[float]:
         if setting["x"] == 3:

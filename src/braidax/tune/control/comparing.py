@@ -7,8 +7,10 @@ from statistics import fmean, median, variance
 
 _NUM_IN_GROUP = 4  # steps whose times are averaged first: a loop that runs ahead makes one up for another
 _OUTLIER = 8.0  # times the median: something else went on
-_LEAST_GAIN = 0.01
-_ERRORS = 2.0  # standard errors that a gain has to be above
+LEAST_GAIN = 0.01
+"""The share of a step's time below which a gain is not worth a change."""
+ERRORS = 2.0
+"""Standard errors that a gain has to be above, to be none of chance."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,12 @@ class Comparison:
     @property
     def is_worth_it(self) -> bool:
         """Whether more than 1 % is saved."""
-        return self.gain > _LEAST_GAIN
+        return self.gain > LEAST_GAIN
 
     @property
     def is_beyond_noise(self) -> bool:
         """Whether steps are faster by more than twice the standard error."""
-        return self.gain > _ERRORS * self.error
+        return self.gain > ERRORS * self.error
 
     def __str__(self) -> str:
         percent = 100 * abs(self.gain)

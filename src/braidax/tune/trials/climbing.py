@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any, final
 
 from braidax.errors import ArgumentError, BraidaxError
-from braidax.tune.control.comparing import Comparison, compare
+from braidax.tune.control.comparing import ERRORS, LEAST_GAIN, Comparison, compare
 
 Setting = Mapping[str, Any]
 """A value for each knob, by name."""
@@ -53,7 +53,8 @@ def climb(space: Mapping[str, Sequence[Any]], duel: Duel, *, start: Setting, max
     """Looks for the setting with the fastest steps: one knob at a time, a value up or down, on while that helps.
 
     Knobs take turns in the order of `space`, until each was tried on both sides without gain, or trials are used up. A
-    setting replaces another where its steps are faster by more than 1 % and by twice the standard error.
+    setting replaces another where its steps are faster by more than 1 % and by twice the standard error. Trials that
+    are left then look again at settings of which that may still be so, and take their earlier steps into account.
 
     **Arguments:** `space`: by knob the values that it may have, in order. `duel`: measures two settings beside each
     other, the best one and another; a `BraidaxError` that it raises says that the other one cannot run. `start`: where
@@ -65,11 +66,34 @@ def climb(space: Mapping[str, Sequence[Any]], duel: Duel, *, start: Setting, max
     search = _Search(space, duel, max_trials, {name: start[name] for name in space})
     names = list(space)
     num_fruitless, at = 0, 0
-    while num_fruitless < len(names) and search.has_trials:
-        helped = search.along(names[at % len(names)])
+    while search.has_trials:
+        if num_fruitless < len(names):
+            helped = search.along(names[at % len(names)])
+            at += 1
+        elif (close := search.closest()) is not None:
+            helped = search.look_again(close)
+        else:
+            break
         num_fruitless = 0 if helped else num_fruitless + 1
-        at += 1
     return Climb(search.best, tuple(search.trials))
+
+
+@dataclass
+class _Contender:
+    """A setting that was measured beside the best one, and is no better as far as that can be told.
+
+    **Fields:** `best`, `own`: seconds of steps with either. `found`: how much faster `own` are.
+    """
+
+    setting: Setting
+    best: list[float]
+    own: list[float]
+    found: Comparison
+
+    @property
+    def promise(self) -> float:
+        """The gain that it may have at most, as far as that can be told."""
+        return self.found.gain + ERRORS * self.found.error
 
 
 @final
@@ -81,6 +105,7 @@ class _Search:
     best: Setting
     trials: list[Trial] = field(default_factory=list[Trial])
     seen: list[Setting] = field(default_factory=list[Setting])
+    contenders: list[_Contender] = field(default_factory=list[_Contender])
 
     @property
     def has_trials(self) -> bool:
@@ -107,18 +132,32 @@ class _Search:
         setting = {**self.best, name: values[at]}
         return None if setting in self.seen else setting
 
-    def _try(self, setting: Setting) -> bool:
+    def closest(self) -> _Contender | None:
+        """Returns the setting that may gain most, if one may gain what is worth it."""
+        found = max(self.contenders, key=lambda one: one.promise, default=None)
+        return found if found is not None and found.promise > LEAST_GAIN else None
+
+    def look_again(self, contender: _Contender) -> bool:
+        """Measures a setting once more. **Returns:** whether it is the best one now."""
+        self.contenders.remove(contender)
+        return self._try(contender.setting, contender.best, contender.own)
+
+    def _try(self, setting: Setting, seconds_of_best: Sequence[float] = (), seconds: Sequence[float] = ()) -> bool:
+        """Measures a setting. **Arguments:** `seconds_of_best`, `seconds`: of steps that were measured before."""
         self.seen += [self.best, setting]
         try:
             best, other = self.duel(self.best, setting)
         except BraidaxError as error:
             self.trials.append(Trial(setting, None, None, f"cannot run: {error}"))
             return False
+        best, other = [*seconds_of_best, *best], [*seconds, *other]
         found = compare(best, other)
         helps = found.is_worth_it and found.is_beyond_noise
         self.trials.append(Trial(setting, fmean(other), found, "kept" if helps else "no better"))
         if helps:
-            self.best = setting
+            self.best, self.contenders = setting, []
+        else:
+            self.contenders.append(_Contender(setting, best, other, found))
         return helps
 
 
