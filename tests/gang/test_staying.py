@@ -78,6 +78,23 @@ def test_what_ranks_keep_is_deleted_although_one_is_lost_meanwhile(gang: LocalGa
     assert [pid == before for pid, before in zip(gang.run(programs.pids), pids, strict=True)] == [True, False, True]
 
 
+def test_a_rank_that_had_answered_is_what_was_lost_when_others_of_the_call_need_it(gang: LocalGang) -> None:
+    def hear_of_one(comm: Communicator) -> None:
+        if comm.rank != 1:
+            comm.recv(1)
+
+    pids = gang.run(programs.pids)
+    future = gang.submit(hear_of_one)
+    clusters.until(lambda: 1 in future._call.results)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(PeerLost, match=r"^rank 1 .*(signal 9|had answered before)") as told:
+        future.result(timeout_seconds=clusters.UNTIL_SECONDS)
+    assert told.value.rank == 1
+    assert gang.lost == (1,)
+    gang.replace()
+    assert gang.run(programs.pids)[0] == pids[0]
+
+
 def test_a_rank_that_ends_with_its_answer_is_lost_although_it_is_asked_again_before_that_is_told() -> None:
     gang = LocalGang(1)
     ranks = gang._begin(time.monotonic() + clusters.UNTIL_SECONDS)

@@ -334,8 +334,10 @@ class Dispatch:
                 f"timeout_seconds={call.limit_seconds:g}"
             ), None
         assert found is not None
-        if found.lost is not None and found.lost.rank in missing:
+        if found.lost is not None and not found.is_consequence:
+            known = self.lost.get(found.lost.rank)  # which says how it ended
             self._end_by_force([found.lost.rank], "was ended by force: it was frozen or cut off")
+            found = known or found
         if missing:
             found.error.add_note(f"{listed(missing)} had not answered; the next call there waits for that.")
         return found.error, found.cause

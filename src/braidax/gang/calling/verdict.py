@@ -49,13 +49,17 @@ def ended(rank: int, end: Ended) -> Trouble:
 def first(troubles: Mapping[int, Trouble], missing: Sequence[int]) -> Trouble:
     """Returns the trouble that came first, those that only tell of another rank's behind all others.
 
+    Where that one tells of a rank that has no trouble of its own, this rank is what was lost: it says nothing, or it
+    had answered well before that.
+
     **Arguments:** `missing`: ranks that have said nothing yet.
     """
     found = min(troubles.values(), key=lambda trouble: (trouble.is_consequence, trouble.time_seconds))
     lost = found.lost
-    if not found.is_consequence or lost is None or lost.rank not in missing:
+    if not found.is_consequence or lost is None or lost.rank in troubles:
         return found
-    told = PeerLost(f"rank {lost.rank} does not answer: it is frozen or cut off; {found.error}", *lost)
+    how = "does not answer: it is frozen or cut off" if lost.rank in missing else "is lost, and had answered before"
+    told = PeerLost(f"rank {lost.rank} {how}; {found.error}", *lost)
     return Trouble(told, found.cause, found.time_seconds, lost=lost)
 
 
