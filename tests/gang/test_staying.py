@@ -60,20 +60,12 @@ def test_what_ranks_keep_is_deleted_although_one_is_lost_meanwhile(gang: LocalGa
     pids = gang.run(programs.pids)
     gang.put("x", [0, 1, 2])
     os.kill(pids[1], signal.SIGSTOP)  # it will not answer
-    raised: list[BaseException] = []
-
-    def delete() -> None:
-        try:
-            gang.delete("x")
-        except BaseException as error:
-            raised.append(error)
-
-    deleting = threading.Thread(target=delete)
-    deleting.start()
-    clusters.until(lambda: "x" not in gang.names())
-    os.kill(pids[1], signal.SIGKILL)
-    deleting.join(30)
-    assert (deleting.is_alive(), raised, gang.lost) == (False, [], (1,))
+    with ThreadPoolExecutor(1) as executor:
+        deleting = executor.submit(gang.delete, "x")
+        clusters.until(lambda: "x" not in gang.names())
+        os.kill(pids[1], signal.SIGKILL)
+        deleting.result(clusters.UNTIL_SECONDS)
+    assert gang.lost == (1,)
     gang.replace()
     assert [pid == before for pid, before in zip(gang.run(programs.pids), pids, strict=True)] == [True, False, True]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.moving.threads import each
+from braidax.frame.plan.engines import engine_of
 from braidax.frame.plan.expressions import calls_python
 from braidax.frame.plan.layout import Ranges, keys_behind, ranges_behind, ranges_wanted
 from braidax.frame.plan.locality import is_local
@@ -169,7 +170,8 @@ class Runner:
             node, buckets = with_groups(node, buckets, num_threads=num_threads)
         if node.kind == "Supplied":
             return [tables[node.fields["table"].name].whole() for tables in buckets]
-        return each(pl.LazyFrame.collect, lazy_of_each(node, buckets), num_threads)
+        engine = engine_of(node)
+        return each(lambda lazy: lazy.collect(engine=engine), lazy_of_each(node, buckets), num_threads)
 
     def compute(self, table: Table) -> Table:
         """Returns the table with its rows computed."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from braidax.frame.operators.placing import key_hashes, ranks_of
+from braidax.frame.plan.engines import engine_of
 from braidax.frame.plan.expressions import Expression
 from braidax.frame.plan.nodes import Node, supplied
 from braidax.frame.plan.supplying import schema_of
@@ -60,12 +61,13 @@ def computed_by_keys(
 
     deal(ranks, batches, to, into, schema)
     pieces = _Pieces(spilling, what)
+    engine = "streaming" if engine_of(what.node) == "auto" else "in-memory"
 
     def every(columns: list[str] | None, predicate: "pl.Expr | None") -> Iterator["pl.DataFrame"]:
         for lazy in pieces.of(into):
             lazy = lazy if predicate is None else lazy.filter(predicate)
             lazy = lazy if columns is None else lazy.select(columns)
-            yield from batches_of(lazy, most_bytes=spilling.spill.budget.batch_bytes)
+            yield from batches_of(lazy, most_bytes=spilling.spill.budget.batch_bytes, engine=engine)
 
     result = schema_of(what.node.on(supplied("rows", schema)))
     return spilling.streamed(every, result, names)

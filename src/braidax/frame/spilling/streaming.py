@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from braidax.frame.plan.engines import Engine
 from braidax.frame.plan.nodes import Node, supplied
 from braidax.frame.plan.supplying import Reading, first_rows, lazy_of, wanted
 from braidax.frame.polars import Schema, pl
@@ -63,9 +64,9 @@ def stream(table: Table, *, most_bytes: int) -> Iterator["pl.DataFrame"]:
         yield from batches_of(lazy_of(table.node, table.buckets[0]), most_bytes=most_bytes)
 
 
-def batches_of(lazy: "pl.LazyFrame", *, most_bytes: int) -> Iterator["pl.DataFrame"]:
+def batches_of(lazy: "pl.LazyFrame", *, most_bytes: int, engine: Engine = "streaming") -> Iterator["pl.DataFrame"]:
     """Yields the rows of a plan as they are computed. **Arguments, Raises:** as `stream`."""
-    yield from blocks(lazy.collect_batches(chunk_size=_ROWS, maintain_order=True, engine="streaming"), most_bytes)
+    yield from blocks(lazy.collect_batches(chunk_size=_ROWS, maintain_order=True, engine=engine), most_bytes)
 
 
 def computed_on(node: Node, frames: "list[pl.DataFrame]") -> "pl.LazyFrame":
