@@ -3,8 +3,13 @@
 
 All of them take a checkpoint, so that work lost is bounded: every 20 updates at most. The grid has 256 mixes, each run
 once for few steps; the best of them are run again, beside the mix that was found, in turns of random order.
+
+Mixes whose steps are equally fast differ by chance. So rounds go on until it is known of each other mix, with 95 %
+confidence, how much time it takes to within 2 % of ours, or that it takes 10 % more: `tuned_bound` is the upper end of
+that interval, and `tuned_width` its half, each in the case and of the mix where it is worst.
 """
 
+import math
 import random
 import statistics
 import tempfile
@@ -18,6 +23,7 @@ from benchmarks.harness import Report, say
 from braidax.cli.cases import CASES, find_case
 from braidax.errors import BraidaxError
 from braidax.tune.study import SPACE, Design, Length, Run, Setting, find_best_mix, open_bench
+from braidax.tune.study.statistics import Estimate, estimate
 
 _LEAST = Setting(checkpoint_every=20)
 _ALONE = {
@@ -30,12 +36,16 @@ _ALONE = {
 _OURS, _GRID = "tuned", "digits"
 _NUM_BEST = 5
 _MAX_TRIALS = 12
+_LEAST_ROUNDS, _MOST_ROUNDS = 8, 64
+_WIDTH = 0.02  # of an interval on either side, from which on it is narrow enough
+_SLOWER = 0.1  # that a mix takes more at least, where no more rounds are needed
 Measure = Callable[[Setting, Length], Run]
 
 
 def measure_tuned(report: Report, *, quick: bool) -> None:
-    """Makes the claims `tuned`, of all cases of the study, and `tuned_grid`, of digits."""
+    """Makes the claims `tuned`, `tuned_bound`, `tuned_width`, of all cases of a study, and `tuned_grid`, of digits."""
     compared: list[tuple[str, str, list[str]]] = []
+    found: list[Estimate] = []
     for name in CASES[:1] if quick else CASES:
         case = find_case(name, None, quick=True)
         with (
@@ -45,7 +55,7 @@ def measure_tuned(report: Report, *, quick: bool) -> None:
             mix = _found(report, case.name, measure, quick=quick)
             best = _best_of_grid(measure, _space(quick=quick), num_steps=2 if quick else 20) if name == _GRID else {}
             others = {} if quick else {told: peer for told, peer in _ALONE.items() if peer != mix}
-            _compare(report, case.name, measure, {_OURS: mix, **others, **best}, rounds=1 if quick else 8)
+            found += _compare(report, case.name, measure, mix, others, best, quick=quick)
         where = f"tuned, {case.name}"
         if others:
             compared.append((where, _OURS, list(others)))
@@ -53,6 +63,8 @@ def measure_tuned(report: Report, *, quick: bool) -> None:
             _claim_grid(report, where, list(best))
     if compared:
         report.against_everywhere("tuned", compared, "time", at=[""], at_least=1)
+        report.at_least("tuned_bound", math.exp(min(one.high for one in found)), 1)
+        report.at_most("tuned_width", max((_half(one) for one in found if not _is_slower(one)), default=0.0), _WIDTH)
 
 
 def _space(*, quick: bool) -> Mapping[str, Any]:
@@ -92,21 +104,52 @@ def _best_of_grid(measure: Measure, space: Mapping[str, Any], *, num_steps: int)
     return {f"grid {rank}: {mix.name}": mix for rank, mix in enumerate(fastest, 1)}
 
 
-def _compare(report: Report, case: str, measure: Measure, mixes: Mapping[str, Setting], *, rounds: int) -> None:
+def _compare(
+    report: Report,
+    case: str,
+    measure: Measure,
+    mix: Setting,
+    others: Mapping[str, Setting],
+    best: Mapping[str, Setting],
+    *,
+    quick: bool,
+) -> list[Estimate]:
+    """Runs mixes in turns. **Returns:** by how much the logarithm of the others' seconds is above those of ours."""
+    mixes = {_OURS: mix, **others, **best}
     taken: dict[str, list[float]] = {name: [] for name in mixes}
     cannot: dict[str, str] = {}
-    order = random.Random(1)
-    for _ in range(rounds):
-        for name in order.sample(list(mixes), len(mixes)):
-            if name in cannot:
-                continue
-            mix = mixes[name]
+    order, going = random.Random(1), list(mixes)
+    for number in range(1, 2 if quick else _MOST_ROUNDS + 1):
+        for name in order.sample(going, len(going)):
             try:
-                taken[name].append(measure(mix, Design(num_steps=40).length(mix)).step_seconds)
+                taken[name].append(measure(mixes[name], Design(num_steps=40).length(mixes[name])).step_seconds)
             except BraidaxError as error:
                 cannot[name] = str(error)
+        found = {name: _above(taken[_OURS], taken[name]) for name in others if name not in cannot}
+        slower = [name for name in found if number >= _LEAST_ROUNDS and _is_slower(found[name])]
+        going = [name for name in going if name not in cannot and name not in slower]
+        if number >= _LEAST_ROUNDS and all(_half(found[name]) <= _WIDTH for name in going if name in found):
+            break
     for name, seconds in taken.items():
         if name in cannot:
             report.missing(f"tuned, {case}", name, cannot[name])
         else:
             report.add(f"tuned, {case}", name, "time", "ms", [1e3 * one for one in seconds])
+    for name, one in found.items():
+        low, value, high = (math.exp(number) for number in (one.low, one.value, one.high))
+        of = f"{low:.3f} to {high:.3f} with {100 * one.coverage:.0f} % of {one.num_blocks} rounds"
+        report.note(f"tuned, {case}: {name} takes {value:.3f} of its time, {of}")
+    return list(found.values())
+
+
+def _above(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
+    """Returns by how much the logarithm of others' seconds is above that of ours, of the same rounds."""
+    return estimate([math.log(other / mine) for mine, other in zip(ours, theirs, strict=False)])
+
+
+def _is_slower(found: Estimate) -> bool:
+    return found.low > math.log1p(_SLOWER)
+
+
+def _half(found: Estimate) -> float:
+    return (found.high - found.low) / 2
