@@ -133,7 +133,7 @@ class Progress:
         return begun
 
     def send_receive_value(
-        self, peer: int, tag: int, word: bytes, value: Any, receive_tag: int, place: Any, small: SmallValues
+        self, peer: int, tag: int, kind: int, number: int, value: Any, receive_tag: int, place: Any, small: SmallValues
     ) -> Any:
         """See `QuickCalls`. **Raises:** as `send_now`."""
         with self._lock:
@@ -141,7 +141,8 @@ class Progress:
                 raise again(self.failure)
             try:
                 spin_seconds = -1.0 if self._leader else self._spin_seconds
-                begun = self._send_receive_value(peer, tag, word, value, receive_tag, place, small, spin_seconds)
+                begin = self._send_receive_value
+                begun = begin(peer, tag, kind, number, value, receive_tag, place, small, spin_seconds)
                 self.hurried = True
                 called = self._told() if self._callbacks.ready or self._sleepers or self._sleeping else ()
             except BaseException as error:

@@ -12,6 +12,8 @@ from braidax.comm.transports.transport import SmallValues
 
 WHOLE_BYTES = 1 << 16
 """What of a request or an answer goes with its first message, though it does not fit in that of other values."""
+HEADER = struct.Struct("<QQ")
+"""What a word of those who ask and serve begins with: its kind, and the number of the request where that is new."""
 _MAX_BYTES = FIRST_BYTES // 2
 _SHORT_BYTES = 256  # of what says what a value is
 _Array: type = np.ndarray  # found quicker than an attribute of NumPy

@@ -16,7 +16,6 @@ from braidax.comm.serving.conversation import (
     ANSWER,
     DONE,
     GO,
-    HEADER,
     PLACE_BYTES,
     RAISED,
     REQUEST,
@@ -29,12 +28,11 @@ from braidax.comm.serving.conversation import (
     unexpected,
     word_of,
 )
-from braidax.comm.small import SMALL
+from braidax.comm.small import HEADER, SMALL
 from braidax.comm.transports.transport import MAX_JOINED, Operation
 from braidax.connections.raised import Raised
 from braidax.errors import ArgumentError, CallFailed, CommError, WaitTimeout
 
-_ANSWERED = HEADER.pack(ANSWER, 0)
 _MAX_UNANSWERED = 64  # of requests to a rank that nobody waits for any more
 
 
@@ -60,18 +58,19 @@ class Asking:
             return self._ask_any(rank, value, timeout_seconds)
         number = self._number() & MAX_NUMBER
         place = self._places.pop() if self._places else np.empty(PLACE_BYTES, np.uint8)
-        word = HEADER.pack(REQUEST, number)
+        answers = self._answers | number
         try:
-            heard = self._send_receive_value(peer, self._tag, word, value, self._answers | number, place, SMALL)
+            heard = self._send_receive_value(peer, self._tag, REQUEST, number, value, answers, place, SMALL)
         except (TypeError, ValueError, BufferError):  # it is not contiguous
             heard = None
         if heard is None:
             return self._ask_any(rank, value, timeout_seconds)
         if type(heard) is tuple:  # as most small ones are
             self._places.append(place)
-            if heard[0] == _ANSWERED:
-                return heard[1]
-            raise self._failed(rank, HEADER.unpack(heard[0])[0], heard[1])
+            kind, _, answer = heard
+            if kind == ANSWER:
+                return answer
+            raise self._failed(rank, kind, answer)
         if type(heard) is bytearray:
             heard = over(peer, len(heard))
         return self._rest(rank, number, None, heard, place, timeout_seconds)

@@ -8,7 +8,6 @@ any more once its owner gave up.
 """
 
 import mmap
-import struct
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from braidax.comm.group_messages import Steps
 from braidax.comm.messages import FIRST_BYTES, Parcel, Unpacking, aligned, empty, first_and_rest
 from braidax.comm.progress import Progress
 from braidax.comm.request import Request
-from braidax.comm.small import WHOLE_BYTES
+from braidax.comm.small import HEADER, WHOLE_BYTES
 from braidax.comm.transports.transport import Buffer, Operation
 from braidax.connections.world import World
 from braidax.errors import CommError, WaitTimeout
@@ -31,8 +30,6 @@ T = TypeVar("T")
 REQUEST, DONE, GO, DROP, ANSWER, RAISED = range(6)
 """Kinds: a request; no more of them; yes and no to the pieces of a value; an answer, and what a handler raised."""
 
-HEADER = struct.Struct("<QQ")
-"""What a word begins with: its kind, and the number of the request where that is new."""
 PLACE_BYTES = HEADER.size + FIRST_BYTES + WHOLE_BYTES
 _PIECE_BYTES = 1 << 20
 _NUM_AHEAD = 4  # pieces under way

@@ -21,7 +21,6 @@ from braidax.comm.serving.conversation import (
     ANSWER,
     DONE,
     GO,
-    HEADER,
     PLACE_BYTES,
     RAISED,
     REQUEST,
@@ -33,7 +32,7 @@ from braidax.comm.serving.conversation import (
     unexpected,
     word_of,
 )
-from braidax.comm.small import SMALL, decoded
+from braidax.comm.small import HEADER, SMALL, decoded
 from braidax.comm.transports.transport import Operation
 from braidax.comm.waiting import AnyOf, again
 from braidax.comm.watch import Notice
@@ -52,8 +51,9 @@ class _Later(NamedTuple):
     number: int
 
 
-_Message = bytearray | tuple[bytes, Value]  # or the word and the value of a small one
-_ANSWERED = HEADER.pack(ANSWER, 0)
+_Small = tuple[int, int, Value]  # kind, number and value
+_Message = bytearray | _Small
+_TWO = 2  # ranks, one of which asks
 _LATER = -1  # in place of the kind of an answer that is not there yet
 _LOOK_SECONDS = 0.5  # how often `wait` looks who has left
 _THREAD_NAME = "braidax-serve"
@@ -101,18 +101,14 @@ class Requests:
         place = self._places[rank]
         self._receives[rank] = self.group.progress.receive_now(self.group.ranks[rank], self._tag, place.data)
 
-    def answer_and_post(self, rank: int, number: int, answer: Value) -> bool:
-        """Sends a whole answer, and receives the next request of its rank; unless the answer is not a small one.
+    def way(self, rank: int) -> tuple[int, int, int, NDArray[np.uint8]]:
+        """Returns of a rank its number in the world, the tags of answers without number and of requests, and the place
+        of these."""
+        return self._peers[rank], self._answers, self._tag, self._places[rank]
 
-        **Arguments:** `number`: of the request. **Returns:** whether it did. **Raises:** as `Progress.send_receive`.
-        """
-        heard = self._send_receive_value(
-            self._peers[rank], self._answers | number, _ANSWERED, answer, self._tag, self._places[rank], SMALL
-        )
-        if heard is None:
-            return False
-        self._receives[rank] = heard
-        return True
+    def has(self, rank: int, received: "Operation | _Message") -> None:
+        """Notes the next request of a rank, or what receives that."""
+        self._receives[rank] = received
 
     def post_all(self) -> None:
         """Receives requests of all ranks that are there."""
@@ -283,45 +279,54 @@ class Server:
     def _heed(self, rank: int, message: _Message) -> None:
         """Does what a rank wants, and receives its next request."""
         self._heard_at = time.monotonic()
-        if isinstance(message, tuple):
-            kind, number = HEADER.unpack(message[0])
-        else:
-            kind, number = word_of(self._progress.world, self._group.ranks[rank], message)
+        if type(message) is tuple:
+            self._converse(rank, message)
+            return
+        kind, number = word_of(self._progress.world, self._group.ranks[rank], message)
+        if kind == REQUEST and (small := decoded(message, HEADER.size)) is not None:
+            self._converse(rank, (kind, number, small[0]))
+            return
         if kind == DONE:
             with self._changed.lock:
                 self._requests.done[rank] += 1
                 self._changed.notify_all()
         elif kind == REQUEST:
-            if self._answer(rank, number, message):
-                return
+            talk = self._talk(rank, number)
+            self._carry_out(talk, self._steps(talk, rank, number, np.frombuffer(message, np.uint8)))
         else:
             raise unexpected(self._progress.world, self._group.ranks[rank], f"a word of kind {kind}")
         self._requests.post(rank)
 
-    def _answer(self, rank: int, number: int, message: _Message) -> bool:
-        """Answers a request. **Returns:** whether the next one of that rank is being received."""
-        if isinstance(message, tuple):
-            return self._answer_small(rank, number, message[1])
-        small = decoded(message, HEADER.size)
-        if small is not None:
-            return self._answer_small(rank, number, small[0])
-        talk = self._talk(rank, number)
-        self._carry_out(talk, self._steps(talk, rank, number, np.frombuffer(message, np.uint8)))
-        return False
-
-    def _answer_small(self, rank: int, number: int, value: Value) -> bool:
-        kind, answer = self._called(rank, number, value)
-        if kind == _LATER:
-            return False
-        if kind == ANSWER:
+    def _converse(self, rank: int, message: _Small) -> None:
+        """Answers a small request, and those that follow it at once where nobody else may ask; in the fewest steps."""
+        requests, stopped, ready = self._requests, self._stopped, self._ready
+        send_receive, handler, now = self._progress.send_receive_value, self._handler, time.monotonic
+        peer, answers, tag, place = requests.way(rank)
+        may_go_on = self._group.size == _TWO
+        while True:
+            kind, number, value = message
+            if kind != REQUEST:
+                raise unexpected(self._progress.world, peer, f"a value with a word of kind {kind}")
             try:
-                if self._requests.answer_and_post(rank, number, answer):
-                    return True
+                answer = handler(rank, value)
+            except BaseException as error:  # noqa: BLE001 (that of one request: the asker raises it, the server lives)
+                kind, answer = RAISED, _told(error)
+                break
+            try:
+                heard = send_receive(peer, answers | number, ANSWER, 0, answer, tag, place, SMALL)
             except (TypeError, ValueError, BufferError):  # it is not contiguous
-                pass
-        talk = self._talk(rank, number)
-        self._carry_out(talk, self._reply(talk, kind, answer))
-        return False
+                heard = None
+            if heard is None:  # it is not small
+                kind, answer = self._known(rank, number, answer)
+                break
+            if not may_go_on or type(heard) is not tuple or stopped.done or ready.done:
+                requests.has(rank, heard)
+                return
+            self._heard_at, message = now(), heard
+        if kind != _LATER:
+            talk = self._talk(rank, number)
+            self._carry_out(talk, self._reply(talk, kind, answer))
+        requests.post(rank)
 
     def _carry_out(self, talk: Talk, steps: Steps[None]) -> None:
         with contextlib.suppress(WaitTimeout, Withdrawn):  # it does not take its answer: others do
@@ -344,11 +349,15 @@ class Server:
         )
 
     def _called(self, rank: int, number: int, value: Value) -> tuple[int, Value]:
-        """Calls the handler. **Returns:** the kind of the answer, and the answer, which is some value."""
+        """Calls the handler. **Returns:** as `_known`."""
         try:
             answer = self._handler(rank, value)
         except BaseException as error:  # noqa: BLE001 (that of one request: the asker raises it, the server lives)
             return RAISED, _told(error)
+        return self._known(rank, number, answer)
+
+    def _known(self, rank: int, number: int, answer: Any) -> tuple[int, Value]:
+        """Returns the kind of what the handler returned, and the answer, which is some value."""
         if not isinstance(answer, Future):
             return ANSWER, answer
         if answer.done():

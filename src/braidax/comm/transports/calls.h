@@ -68,16 +68,19 @@ static int send_views(Worker *self, unsigned peer, uint64_t tag, const Py_buffer
     return begun ? 0 : -1;
 }
 
-/* The same of a tuple of buffers. */
-static int send_copy(Worker *self, unsigned peer, uint64_t tag, PyObject *buffers) {
-    Py_buffer views[MAX_JOINED];
+static void release_views(Py_buffer *views, Py_ssize_t num_views) {
+    for (Py_ssize_t i = 0; i < num_views; i++) PyBuffer_Release(&views[i]);
+}
+
+/* Gets the bytes of a tuple of buffers, at most MAX_JOINED. Returns how many there are, or -1. */
+static Py_ssize_t get_views(PyObject *buffers, Py_buffer *views) {
     Py_ssize_t size = PyTuple_Check(buffers) ? PyTuple_Size(buffers) : -1, num_views = 0;
     if (size < 0 || size > MAX_JOINED)
         return PyErr_Format(PyExc_TypeError, "expected a tuple of at most %d buffers", MAX_JOINED), -1;
     while (num_views < size && get_bytes(PyTuple_GetItem(buffers, num_views), &views[num_views], PyBUF_SIMPLE) == 0) num_views++;
-    int failed = num_views < size ? -1 : send_views(self, peer, tag, views, num_views);
-    for (Py_ssize_t i = 0; i < num_views; i++) PyBuffer_Release(&views[i]);
-    return failed;
+    if (num_views == size) return size;
+    release_views(views, num_views);
+    return -1;
 }
 
 static int tell_caller(Worker *self, Request *request) {
@@ -100,9 +103,10 @@ static int leave_receive(Worker *self, Caller *caller, int failed) {
 
 /* Sends a copy of a small message, receives another one from the same peer into a place, and spins for that, not at all
  * for -1 seconds. Returns whether that failed; otherwise the caller is over, or has the operation of the receive. */
-static int send_receive(Worker *self, unsigned peer, uint64_t sent, PyObject *buffers, uint64_t received, PyObject *place,
-                        double seconds, Caller *caller) {
-    PyObject *begun = send_copy(self, peer, sent, buffers) < 0 ? NULL : begin_receive(self, peer, received, place, NULL, caller);
+static int send_receive(Worker *self, unsigned peer, uint64_t sent, const Py_buffer *views, Py_ssize_t num_views,
+                        uint64_t received, PyObject *place, double seconds, Caller *caller) {
+    int is_sent = send_views(self, peer, sent, views, num_views) == 0;
+    PyObject *begun = is_sent ? begin_receive(self, peer, received, place, NULL, caller) : NULL;
     int failed = !begun || (!caller->is_over && seconds >= 0 && poll_for(self, seconds) < 0);
     if (!caller->is_over) failed = leave_receive(self, caller, failed);
     Py_XDECREF(begun);
@@ -126,10 +130,16 @@ static PyObject *worker_send_receive(Worker *self, PyObject *const *arguments, P
     if (seconds == -1 && PyErr_Occurred()) return NULL;
     Py_buffer place;
     if (get_bytes(arguments[4], &place, PyBUF_WRITABLE) < 0) return NULL;
-    Caller caller = {.is_over = 0};
-    int failed = send_receive(self, peer, sent, arguments[2], received, arguments[4], seconds, &caller);
-    PyObject *result = caller.operation;
-    if (!failed && !result) result = PyByteArray_FromStringAndSize(place.buf, (Py_ssize_t)caller.num_bytes);
+    Py_buffer views[MAX_JOINED];
+    Py_ssize_t num_views = get_views(arguments[2], views);
+    PyObject *result = NULL;
+    if (num_views >= 0) {
+        Caller caller = {.is_over = 0};
+        int failed = send_receive(self, peer, sent, views, num_views, received, arguments[4], seconds, &caller);
+        result = caller.operation;
+        if (!failed && !result) result = PyByteArray_FromStringAndSize(place.buf, (Py_ssize_t)caller.num_bytes);
+        release_views(views, num_views);
+    }
     PyBuffer_Release(&place);
     return result;
 }

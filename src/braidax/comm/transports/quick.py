@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from braidax.comm.small import decoded, encoded
+from braidax.comm.small import HEADER, decoded, encoded
 from braidax.comm.transports.transport import Operation, QuickCalls, SmallValues, Transport
 
 
@@ -43,20 +43,21 @@ def quick_calls_of(transport: Transport) -> QuickCalls:
     def send_receive_value(
         peer: int,
         tag: int,
-        word: bytes,
+        kind: int,
+        number: int,
         value: Any,
         receive_tag: int,
         place: Any,
         small: SmallValues,
         spin_seconds: float,
-    ) -> tuple[bytes, Any] | bytearray | Operation | None:
+    ) -> tuple[int, int, Any] | bytearray | Operation | None:
         first = encoded(value)
         if first is None:
             return None
-        heard = send_receive(peer, tag, (word, *first), receive_tag, place, spin_seconds)
-        if isinstance(heard, Operation) or len(heard) <= len(word):
+        heard = send_receive(peer, tag, (HEADER.pack(kind, number), *first), receive_tag, place, spin_seconds)
+        if isinstance(heard, Operation) or len(heard) <= HEADER.size:
             return heard
-        found = decoded(heard, len(word))
-        return heard if found is None else (bytes(heard[: len(word)]), found[0])
+        found = decoded(heard, HEADER.size)
+        return heard if found is None else (*HEADER.unpack_from(heard), found[0])
 
     return QuickCalls(send, receive, send_receive, send_receive_value)

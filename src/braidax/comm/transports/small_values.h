@@ -1,13 +1,15 @@
 /* Small values: what braidax.comm.small does in Python, where most of the time of a request went.
  *
- * A message of one is a word, what the value begins with, and the value. What it begins with is remembered by functions of
- * Python, which come in a tuple: one that makes an array of a shape and dtype; what an array of a dtype and shape begins with;
- * what bytes of a length begin with; and what begins so, its bytes, shape and dtype. */
+ * A message of one is a word (a kind and a number, 8 bytes each, the lower ones first), what the value begins with, and the
+ * value. What it begins with is remembered by functions of Python, which come in a tuple: one that makes an array of a shape
+ * and dtype; what an array of a dtype and shape begins with; what bytes of a length begin with; and what begins so, its bytes,
+ * shape and dtype. */
 
 #ifndef BRAIDAX_SMALL_VALUES_H
 #define BRAIDAX_SMALL_VALUES_H
 
-#define WORD_BYTES 16
+#define NUMBER_BYTES 8
+#define WORD_BYTES (2 * NUMBER_BYTES)
 #define LENGTHS_BYTES 24 /* of a value; its first byte is the length of what is behind them, unless that is long */
 #define MAX_STARTS 8     /* that are at hand here, without a call of Python */
 #define MAX_START_DIMS 4
@@ -136,48 +138,66 @@ static PyObject *made(PyObject *small, PyObject *known, const char *body, Py_ssi
     return value;
 }
 
-/* Returns the word and the value of a message; a bytearray of one that is not known so. */
+static void put_number(char *place, uint64_t number) {
+    for (int i = 0; i < NUMBER_BYTES; i++) place[i] = (char)(number >> 8 * i);
+}
+
+static uint64_t number_at(const char *place) {
+    uint64_t number = 0;
+    for (int i = 0; i < NUMBER_BYTES; i++) number |= (uint64_t)(unsigned char)place[i] << 8 * i;
+    return number;
+}
+
+/* Returns kind, number and value of a message; a bytearray of one that is not known so. */
 static PyObject *word_and_value(PyObject *small, const char *message, Py_ssize_t num_bytes) {
-    PyObject *known = NULL, *value = NULL, *word = NULL, *result = NULL;
+    PyObject *known = NULL, *value = NULL, *kind = NULL, *number = NULL, *result = NULL;
     Py_ssize_t begin = num_bytes > WORD_BYTES ? WORD_BYTES + LENGTHS_BYTES + (unsigned char)message[WORD_BYTES] : 0;
     if (begin && begin <= num_bytes) known = known_of(small, message + WORD_BYTES, begin - WORD_BYTES);
     if (known) value = made(small, known, message + begin, num_bytes - begin);
-    if (value) word = PyBytes_FromStringAndSize(message, WORD_BYTES);
-    if (word) result = PyTuple_Pack(2, word, value);
+    if (value) kind = PyLong_FromUnsignedLongLong(number_at(message));
+    if (kind) number = PyLong_FromUnsignedLongLong(number_at(message + NUMBER_BYTES));
+    if (number) result = PyTuple_Pack(3, kind, number, value);
     Py_XDECREF(known);
     Py_XDECREF(value);
-    Py_XDECREF(word);
+    Py_XDECREF(kind);
+    Py_XDECREF(number);
     if (!result && PyErr_Occurred() && !is_forgotten()) return NULL;
     return result ? result : PyByteArray_FromStringAndSize(message, num_bytes);
 }
 
 /* As `send_receive`, of a word and a value each way.
  *
- * **Arguments:** peer, tag of what is sent, its word, its value, tag of what is received, its place, what small values are
- * known by, and the seconds to spin. **Returns:** word and value of what has come; or a bytearray of it; or the operation of
- * the receive; None for a value that is not small, nothing having begun. */
+ * **Arguments:** peer, tag of what is sent, kind and number of its word, its value, tag of what is received, its place, what
+ * small values are known by, and the seconds to spin. **Returns:** kind, number and value of what has come; or a bytearray of
+ * it; or the operation of the receive; None for a value that is not small, nothing having begun. */
 static PyObject *worker_send_receive_value(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
     unsigned peer;
     uint64_t sent, received;
-    if (!takes(self, count, 8) || !parse_both(self, arguments, arguments[4], &peer, &sent, &received)) return NULL;
-    PyObject *small = arguments[6];
-    double seconds = PyFloat_AsDouble(arguments[7]);
-    if (seconds == -1 && PyErr_Occurred()) return NULL;
+    if (!takes(self, count, 9) || !parse_both(self, arguments, arguments[5], &peer, &sent, &received)) return NULL;
+    PyObject *small = arguments[7];
+    uint64_t kind = PyLong_AsUnsignedLongLong(arguments[2]);
+    uint64_t number = kind == (uint64_t)-1 && PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(arguments[3]);
+    double seconds = PyErr_Occurred() ? -1 : PyFloat_AsDouble(arguments[8]);
+    if (PyErr_Occurred()) return NULL;
     if (!PyTuple_Check(small) || PyTuple_Size(small) != NUM_MEMORIES)
         return PyErr_Format(PyExc_TypeError, "expected a tuple of %d", NUM_MEMORIES);
     forget_others(small);
-    PyObject *start = start_of(small, arguments[3]), *result = NULL;
+    PyObject *start = start_of(small, arguments[4]), *result = NULL;
     if (!start || start == Py_None) return start;
-    PyObject *words = PyTuple_Pack(3, arguments[2], start, arguments[3]);
+    char word[WORD_BYTES];
+    put_number(word, kind), put_number(word + NUMBER_BYTES, number);
+    Py_buffer views[] = {{.buf = word, .len = WORD_BYTES}, {.buf = PyBytes_AsString(start), .len = PyBytes_Size(start)}, {0}};
     Py_buffer place;
-    if (words && get_bytes(arguments[5], &place, PyBUF_WRITABLE) == 0) {
-        Caller caller = {.is_over = 0};
-        int failed = send_receive(self, peer, sent, words, received, arguments[5], seconds, &caller);
-        result = caller.operation;
-        if (!failed && !result) result = word_and_value(small, place.buf, (Py_ssize_t)caller.num_bytes);
-        PyBuffer_Release(&place);
+    if (views[1].buf && get_bytes(arguments[4], &views[2], PyBUF_SIMPLE) == 0) {
+        if (get_bytes(arguments[6], &place, PyBUF_WRITABLE) == 0) {
+            Caller caller = {.is_over = 0};
+            int failed = send_receive(self, peer, sent, views, 3, received, arguments[6], seconds, &caller);
+            result = caller.operation;
+            if (!failed && !result) result = word_and_value(small, place.buf, (Py_ssize_t)caller.num_bytes);
+            PyBuffer_Release(&place);
+        }
+        PyBuffer_Release(&views[2]);
     }
-    Py_XDECREF(words);
     Py_DECREF(start);
     return result;
 }

@@ -73,14 +73,15 @@ class Worker:
         self,
         peer: int,
         tag: int,
-        word: bytes,
+        kind: int,
+        number: int,
         value: Any,
         receive_tag: int,
         place: Any,
         small: SmallValues,
         spin_seconds: float,
         /,
-    ) -> tuple[bytes, Any] | bytearray | Operation | None: ...
+    ) -> tuple[int, int, Any] | bytearray | Operation | None: ...
     def run(
         self,
         tag: int,

@@ -132,16 +132,16 @@ class QuickCalls:
     buffer, operation, spin_seconds)`. `send_receive`: `(peer, tag, buffers, receive_tag, place, spin_seconds)` sends a
     copy of at most 8 buffers, and returns what comes back, or else the operation that receives it into the place; that
     fails where the message cannot be sent.
-    `send_receive_value`: `(peer, tag, word, value, receive_tag, place, small, spin_seconds)` does so with a word of 16
-    bytes and a small value behind it (see `braidax.comm.small`), and returns word and value where such come back at
-    once; None for a value that is not small, nothing having begun.
+    `send_receive_value`: `(peer, tag, kind, number, value, receive_tag, place, small, spin_seconds)` does so with a
+    word (`braidax.comm.small.HEADER`) and a small value behind it, and returns kind, number and value where such come
+    back at once; None for a value that is not small, nothing having begun.
     """
 
     send: Callable[[int, int, Any, Operation, float], None]
     receive: Callable[[int, int, Any, Operation, float], None]
     send_receive: Callable[[int, int, tuple[Any, ...], int, Any, float], bytearray | Operation]
     send_receive_value: Callable[
-        [int, int, bytes, Any, int, Any, SmallValues, float], tuple[bytes, Any] | bytearray | Operation | None
+        [int, int, int, int, Any, int, Any, SmallValues, float], tuple[int, int, Any] | bytearray | Operation | None
     ]
 
 

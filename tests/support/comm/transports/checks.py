@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from braidax.comm.small import SMALL, WHOLE_BYTES, encoded
+from braidax.comm.small import HEADER, SMALL, WHOLE_BYTES, encoded
 from braidax.comm.transports.quick import quick_calls_of
 from braidax.comm.transports.transport import MAX_TAG, Operation
 from braidax.connections.world import World
@@ -170,7 +170,8 @@ NO_SMALL_VALUES = (
     {},
     np.float32(1),
 )
-WORD = b"a word of 16 by."
+KIND, NUMBER = 5, (3 << 60) + 7
+WORD = HEADER.pack(KIND, NUMBER)
 
 
 def check_requests_and_answers_of_values(rank: Rank) -> None:
@@ -181,7 +182,7 @@ def check_requests_and_answers_of_values(rank: Rank) -> None:
         answer = rank.send(rank.left, 2, message)  # before it is asked for
         rank.barrier()
         place = np.zeros(8192, np.uint8)
-        heard = calls.send_receive_value(rank.right, 1, WORD, value, 2, place, SMALL, 0.01)
+        heard = calls.send_receive_value(rank.right, 1, KIND, NUMBER, value, 2, place, SMALL, 0.01)
         request = bytearray(8192)
         came = rank.receive(rank.left, 1, request)
         rank.wait(came, answer)
@@ -193,8 +194,8 @@ def check_requests_and_answers_of_values(rank: Rank) -> None:
         assert isinstance(heard, tuple)
         num_at_once += 1
         place[:] = 0  # what has come has memory of its own
-        found = heard[1]
-        assert heard[0] == WORD
+        *word, found = heard
+        assert word == [KIND, NUMBER]
         if isinstance(value, bytes):
             assert isinstance(found, memoryview)
             assert bytes(found) == value
@@ -207,9 +208,11 @@ def check_requests_and_answers_of_values(rank: Rank) -> None:
 def check_messages_that_are_no_small_values(rank: Rank) -> None:
     calls, place = quick_calls_of(rank.transport), np.zeros(8192, np.uint8)
     for value in NO_SMALL_VALUES:
-        assert calls.send_receive_value(rank.right, 1, WORD, value, 2, place, SMALL, 0.01) is None
+        assert calls.send_receive_value(rank.right, 1, KIND, NUMBER, value, 2, place, SMALL, 0.01) is None
     with pytest.raises((TypeError, ValueError, BufferError)):
-        calls.send_receive_value(rank.right, 1, WORD, np.zeros(8)[::2], 2, place, SMALL, 0.01)  # it is not contiguous
+        calls.send_receive_value(
+            rank.right, 1, KIND, NUMBER, np.zeros(8)[::2], 2, place, SMALL, 0.01
+        )  # it is not contiguous
     start, body = encoded(b"body") or (b"", b"")
     for message in (
         b"",
@@ -222,7 +225,7 @@ def check_messages_that_are_no_small_values(rank: Rank) -> None:
     ):
         answer = rank.send(rank.left, 2, message)
         rank.barrier()
-        heard = calls.send_receive_value(rank.right, 1, WORD, b"body", 2, place, SMALL, 0.01)
+        heard = calls.send_receive_value(rank.right, 1, KIND, NUMBER, b"body", 2, place, SMALL, 0.01)
         request = bytearray(8192)
         rank.wait(rank.receive(rank.left, 1, request), answer)
         if isinstance(heard, Operation):
