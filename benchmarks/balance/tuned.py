@@ -118,6 +118,7 @@ def _compare(
     mixes = {_OURS: mix, **others, **best}
     taken: dict[str, list[float]] = {name: [] for name in mixes}
     cannot: dict[str, str] = {}
+    found: dict[str, Estimate] = {}
     order, going = random.Random(1), list(mixes)
     for number in range(1, 2 if quick else _MOST_ROUNDS + 1):
         for name in order.sample(going, len(going)):

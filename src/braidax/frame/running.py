@@ -7,7 +7,7 @@ from typing import Any
 
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.moving.threads import each
-from braidax.frame.plan.engines import engine_of
+from braidax.frame.plan.engines import streams_wrong
 from braidax.frame.plan.expressions import calls_python
 from braidax.frame.plan.layout import Ranges, keys_behind, ranges_behind, ranges_wanted
 from braidax.frame.plan.locality import is_local
@@ -170,7 +170,7 @@ class Runner:
             node, buckets = with_groups(node, buckets, num_threads=num_threads)
         if node.kind == "Supplied":
             return [tables[node.fields["table"].name].whole() for tables in buckets]
-        engine = engine_of(node)
+        engine = "in-memory" if streams_wrong(node) else "auto"
         return each(lambda lazy: lazy.collect(engine=engine), lazy_of_each(node, buckets), num_threads)
 
     def compute(self, table: Table) -> Table:

@@ -53,7 +53,6 @@ class _Later(NamedTuple):
 
 _Small = tuple[int, int, Value]  # kind, number and value
 _Message = bytearray | _Small
-_TWO = 2  # ranks, one of which asks
 _LATER = -1  # in place of the kind of an answer that is not there yet
 _LOOK_SECONDS = 0.5  # how often `wait` looks who has left
 _THREAD_NAME = "braidax-serve"
@@ -63,7 +62,7 @@ _THREAD_NAME = "braidax-serve"
 class Requests:
     """What the other ranks of a group ask: received from any of them, whether or not anybody serves just now.
 
-    **Arguments:** `group`: of the communicator. **Fields:** `is_served`: whether somebody takes them.
+    **Arguments:** `group`: of the communicator. **Fields:** `is_served`: whether somebody does. `ranks`: the others.
     """
 
     def __init__(self, group: Group) -> None:
@@ -74,12 +73,12 @@ class Requests:
         self._places = {rank: np.empty(PLACE_BYTES, np.uint8) for rank in range(group.size) if rank != group.rank}
         self._receives: dict[int, Operation | _Message] = {}  # each rank's next request, or what receives that
         self._send_receive_value = group.progress.send_receive_value
-        self._ranks, self._turn = list(self._places), -1
+        self.ranks, self._turn = list(self._places), -1
         self._peers = list(group.ranks)
 
     def next(self) -> int | None:
         """Returns a rank whose request is here, all in turn; None if there is none."""
-        ranks, receives = self._ranks, self._receives
+        ranks, receives = self.ranks, self._receives
         for _ in ranks:
             self._turn = turn = (self._turn + 1) % len(ranks)
             received = receives.get(rank := ranks[turn])
@@ -96,19 +95,16 @@ class Requests:
             self.group.progress.wait([received], 0.0)
         return bytearray(self._places[rank][: received.num_bytes])
 
-    def post(self, rank: int) -> None:
-        """Receives the next request of a rank."""
-        place = self._places[rank]
-        self._receives[rank] = self.group.progress.receive_now(self.group.ranks[rank], self._tag, place.data)
+    def post(self, rank: int, received: "Operation | _Message | None" = None) -> None:
+        """Receives the next request of a rank. **Arguments:** `received`: that request, or what receives it already."""
+        if received is None:
+            place = self._places[rank].data
+            received = self.group.progress.receive_now(self.group.ranks[rank], self._tag, place)
+        self._receives[rank] = received
 
     def way(self, rank: int) -> tuple[int, int, int, NDArray[np.uint8]]:
-        """Returns of a rank its number in the world, the tags of answers without number and of requests, and the place
-        of these."""
+        """Returns of a rank: its number in the world, the tags of answers and of requests, and the place of these."""
         return self._peers[rank], self._answers, self._tag, self._places[rank]
-
-    def has(self, rank: int, received: "Operation | _Message") -> None:
-        """Notes the next request of a rank, or what receives that."""
-        self._receives[rank] = received
 
     def post_all(self) -> None:
         """Receives requests of all ranks that are there."""
@@ -279,7 +275,7 @@ class Server:
     def _heed(self, rank: int, message: _Message) -> None:
         """Does what a rank wants, and receives its next request."""
         self._heard_at = time.monotonic()
-        if type(message) is tuple:
+        if isinstance(message, tuple):
             self._converse(rank, message)
             return
         kind, number = word_of(self._progress.world, self._group.ranks[rank], message)
@@ -302,7 +298,7 @@ class Server:
         requests, stopped, ready = self._requests, self._stopped, self._ready
         send_receive, handler, now = self._progress.send_receive_value, self._handler, time.monotonic
         peer, answers, tag, place = requests.way(rank)
-        may_go_on = self._group.size == _TWO
+        is_shared = len(requests.ranks) > 1
         while True:
             kind, number, value = message
             if kind != REQUEST:
@@ -319,8 +315,8 @@ class Server:
             if heard is None:  # it is not small
                 kind, answer = self._known(rank, number, answer)
                 break
-            if not may_go_on or type(heard) is not tuple or stopped.done or ready.done:
-                requests.has(rank, heard)
+            if is_shared or type(heard) is not tuple or stopped.done or ready.done:
+                requests.post(rank, heard)
                 return
             self._heard_at, message = now(), heard
         if kind != _LATER:

@@ -1,21 +1,16 @@
 """By which engine of Polars a part of the rows is computed."""
 
-from typing import Literal
-
 from braidax.frame.plan.expressions import Expression, kind_of, walk
 from braidax.frame.plan.nodes import Node, topological
 
-Engine = Literal["auto", "streaming", "in-memory"]
 
+def streams_wrong(node: Node) -> bool:
+    """Returns whether the streaming engine may give of a part of the rows what it does not give of all.
 
-def engine_of(node: Node) -> Literal["auto", "in-memory"]:
-    """Returns the engine that gives of a part of the rows what it gives of all: as a rule what Polars takes by itself.
-
-    Its streaming engine does not of groups in a table of one row whose value is null: seen of Polars 2.1, a standard
-    deviation or variance of `ddof=0` is 0 there, and a correlation NaN. Both are null where other rows are beside that.
+    It does so of groups in a table of one row whose value is null: seen of Polars 2.1, a standard deviation or variance
+    of `ddof=0` is 0 there, and a correlation NaN. Both are null where other rows are beside that.
     """
-    tells = (_tells_one_row(part) for one in topological(node) if one.kind == "GroupBy" for part in walk(one.fields))
-    return "in-memory" if any(tells) else "auto"
+    return any(_tells_one_row(part) for one in topological(node) if one.kind == "GroupBy" for part in walk(one.fields))
 
 
 def _tells_one_row(expression: Expression) -> bool:

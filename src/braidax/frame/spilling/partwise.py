@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from braidax.frame.operators.placing import key_hashes, ranks_of
-from braidax.frame.plan.engines import engine_of
+from braidax.frame.plan.engines import streams_wrong
 from braidax.frame.plan.expressions import Expression
 from braidax.frame.plan.nodes import Node, supplied
 from braidax.frame.plan.supplying import schema_of
@@ -61,7 +61,7 @@ def computed_by_keys(
 
     deal(ranks, batches, to, into, schema)
     pieces = _Pieces(spilling, what)
-    engine = "streaming" if engine_of(what.node) == "auto" else "in-memory"
+    engine = "in-memory" if streams_wrong(what.node) else "streaming"
 
     def every(columns: list[str] | None, predicate: "pl.Expr | None") -> Iterator["pl.DataFrame"]:
         for lazy in pieces.of(into):

@@ -1,8 +1,8 @@
 """Tables that are read in batches, once or several times, while a piece of a plan is computed."""
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
-from braidax.frame.plan.engines import Engine
 from braidax.frame.plan.nodes import Node, supplied
 from braidax.frame.plan.supplying import Reading, first_rows, lazy_of, wanted
 from braidax.frame.polars import Schema, pl
@@ -11,6 +11,7 @@ from braidax.frame.spilling.store import blocks
 
 _ROWS = 1 << 13  # that Polars gives at once, before it is known how long they are
 
+Engine = Literal["streaming", "in-memory"]
 Batches = Callable[[list[str] | None, "pl.Expr | None"], Iterator["pl.DataFrame"]]
 """Yields of a table, anew, the columns and the rows that are wanted: see `wanted`."""
 
