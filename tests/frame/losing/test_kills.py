@@ -89,6 +89,14 @@ def drawn(seed: int) -> Trial:
     return Trial(seed, QUERIES[seed % len(QUERIES)], kills, draw.choice([0, len(ranks), len(ranks)]))
 
 
+def drawn_of_two(seed: int) -> Trial:
+    """Returns a trial in which a second rank dies while the first one is replaced, or the query computed again."""
+    draw = random.Random(seed)
+    ranks, first = draw.sample(range(SIZE), 2), draw.uniform(0, 1)
+    moments = first, first + draw.choice([draw.uniform(0, 1), draw.uniform(0, 10)])
+    return Trial(seed, QUERIES[seed % len(QUERIES)], tuple(zip(ranks, moments, strict=True)), 2)
+
+
 class Losing:
     """A gang whose ranks are killed. **Arguments:** `folder`: for what is written. `file`: of the table."""
 
@@ -112,8 +120,7 @@ class Losing:
         pids = self.whole()
         before = replays()
         timers = [
-            threading.Timer(moment * self.seconds[trial.query], os.kill, (pids[rank], signal.SIGKILL))
-            for rank, moment in trial.kills
+            threading.Timer(moment * self.seconds[trial.query], _kill, (pids[rank],)) for rank, moment in trial.kills
         ]
         frame, killed = f"trial-{trial.seed}", {rank for rank, _ in trial.kills}
         for timer in timers:
@@ -154,6 +161,11 @@ class Losing:
         folder.mkdir()
         frame = _Bounded(bf.scan_parquet(self.file, gang=self.gang), options)
         return query(frame, folder)  # pyright: ignore[reportArgumentType]
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # the gang has ended it, which a rank was cut off from
+        os.kill(pid, signal.SIGKILL)
 
 
 class _Bounded:
@@ -207,6 +219,17 @@ def open_files() -> int:
     ids=lambda value: value if isinstance(value, str) else str(value.start),
 )
 def test_kills(transport: str, seeds: range, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_trials(transport, [drawn(seed) for seed in seeds], tmp_path, caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["tcp", "ucx"])
+def test_a_second_kill_soon_after_the_first(transport: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_trials(transport, [drawn_of_two(seed) for seed in range(5000, 5040)], tmp_path, caplog)
+
+
+def check_trials(transport: str, trials: list[Trial], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def replays() -> int:
         return sum("the frame is computed again, replay" in record.message for record in caplog.records)
 
@@ -216,12 +239,12 @@ def test_kills(transport: str, seeds: range, tmp_path: Path, caplog: pytest.LogC
     before, files = shared_memory(), open_files()
     with LocalGang(SIZE, transport=transport) as gang:
         losing = Losing(gang, tmp_path, file)
-        losing.learn({drawn(seed).query for seed in seeds})
-        for seed in seeds:
-            losing.attempt(drawn(seed), replays)
+        losing.learn({trial.query for trial in trials})
+        for trial in trials:
+            losing.attempt(trial, replays)
         losing.whole()
-    _log.info("%d trials over %s: %s", len(seeds), transport, dict(losing.seen))
-    assert losing.seen["lost"] + losing.seen["replayed"] >= len(seeds) // 2  # most kills fall into their query
+    _log.info("%d trials over %s: %s", len(trials), transport, dict(losing.seen))
+    assert losing.seen["lost"] + losing.seen["replayed"] >= len(trials) // 2  # most kills fall into their query
     until(lambda: not any(map(is_running, losing.pids)))
     until(lambda: shared_memory() <= before)
     until(lambda: open_files() <= files)
