@@ -164,7 +164,7 @@ class Losing:
 
 
 def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # the gang has ended it, which a rank was cut off from
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
         os.kill(pid, signal.SIGKILL)
 
 

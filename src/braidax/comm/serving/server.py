@@ -72,7 +72,6 @@ class Requests:
         self._tag, self._answers = tag_of(group.number, ASK, 0), tag_of(group.number, ANSWERS, 0)
         self._places = {rank: np.empty(PLACE_BYTES, np.uint8) for rank in range(group.size) if rank != group.rank}
         self._receives: dict[int, Operation | _Message] = {}  # each rank's next request, or what receives that
-        self._send_receive_value = group.progress.send_receive_value
         self.ranks, self._turn = list(self._places), -1
         self._peers = list(group.ranks)
 
