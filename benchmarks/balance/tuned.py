@@ -36,7 +36,8 @@ _ALONE = {
 _OURS, _GRID = "tuned", "digits"
 _NUM_BEST = 5
 _MAX_TRIALS = 12
-_LEAST_ROUNDS, _MOST_ROUNDS = 8, 64
+_LEAST_ROUNDS, _MOST_ROUNDS = 8, 128
+_GRID_ROUNDS = 16  # of the best of the grid
 _WIDTH = 0.02  # of an interval on either side, from which on it is narrow enough
 _SLOWER = 0.1  # that a mix takes more at least, where no more rounds are needed
 Measure = Callable[[Setting, Length], Run]
@@ -88,7 +89,7 @@ def _claim_grid(report: Report, where: str, names: Sequence[str]) -> None:
     grid = [row.values for row in report.rows if row.case == where and row.system in names]
     ours = next(row.values for row in report.rows if row.case == where and row.system == _OURS)
     fastest = min(grid, key=statistics.median)
-    report.at_most("tuned_grid", [one / other for one, other in zip(ours, fastest, strict=True)], 1.03)
+    report.at_most("tuned_grid", [one / other for one, other in zip(ours, fastest, strict=False)], 1.03)
 
 
 def _best_of_grid(measure: Measure, space: Mapping[str, Any], *, num_steps: int) -> dict[str, Setting]:
@@ -128,8 +129,10 @@ def _compare(
                 cannot[name] = str(error)
         found = {name: _above(taken[_OURS], taken[name]) for name in others if name not in cannot}
         slower = [name for name in found if number >= _LEAST_ROUNDS and _is_slower(found[name])]
-        going = [name for name in going if name not in cannot and name not in slower]
-        if number >= _LEAST_ROUNDS and all(_half(found[name]) <= _WIDTH for name in going if name in found):
+        over = [*cannot, *slower, *(best if number >= _GRID_ROUNDS else ())]
+        going = [name for name in going if name not in over]
+        is_known = number >= _LEAST_ROUNDS and all(_half(found[name]) <= _WIDTH for name in going if name in found)
+        if is_known and not any(name in best for name in going):
             break
     for name, seconds in taken.items():
         if name in cannot:

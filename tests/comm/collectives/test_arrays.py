@@ -259,6 +259,27 @@ def test_little_arrays_of_any_size_arrive(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ucx"])
+def test_large_blocks_at_any_address_arrive(transport: str) -> None:
+    """A rank's own block is written past the caches, line by line, if it is larger than them."""
+
+    def exchanged(comm: Communicator) -> None:
+        for more, begin in ((-64, 0), (0, 0), (1, 0), (64, 16), (77, 3), (130, 63)):
+            num_bytes = comm.size * ((8 << 20) + more)
+            drawn = np.random.default_rng(comm.rank).bytes(num_bytes + begin)
+            own = np.frombuffer(drawn, np.uint8)[begin:].reshape(comm.size, -1)
+            whole = np.full(num_bytes + 128, 7, np.uint8)
+            out = whole[64 - begin : 64 - begin + num_bytes].reshape(comm.size, -1)
+            comm.all_to_all_into(own, out)
+            np.testing.assert_array_equal(out[comm.rank], own[comm.rank])
+            other = np.random.default_rng(1 - comm.rank).bytes(num_bytes + begin)
+            expected = np.frombuffer(other, np.uint8)[begin:].reshape(comm.size, -1)[comm.rank]
+            np.testing.assert_array_equal(out[1 - comm.rank], expected)
+            assert set(whole[: 64 - begin]) | set(whole[64 - begin + num_bytes :]) == {7}
+
+    results(2, exchanged, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ucx"])
 def test_an_array_that_is_not_writable_is_not_filled_the_second_time(transport: str) -> None:
     def filled(comm: Communicator) -> None:
         array = np.full(4, comm.rank)

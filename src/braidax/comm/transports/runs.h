@@ -14,6 +14,7 @@
 #include <xmmintrin.h>
 #endif
 
+#include "copying.h"
 #include "operations.h"
 #include "schedules.h"
 
@@ -119,7 +120,7 @@ static int advance(Worker *self, Run *run) {
             if (!has_come(self, run, step)) run->failed = &run->requests[step->ticket];
             break;
         case REDUCE: reduce(run, step); break;
-        case COPY: memmove(at(run, &step->to), at(run, &step->first), (size_t)step->num_bytes); break;
+        case COPY: copy_block(at(run, &step->to), at(run, &step->first), (size_t)step->num_bytes); break;
         }
     }
     return 1;

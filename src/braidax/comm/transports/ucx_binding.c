@@ -487,18 +487,22 @@ static unsigned progress(Worker *self) {
 
 static void spin(Worker *self, double seconds) { /* without the GIL */
     int rounds_per_look = self->is_crowded ? ROUNDS_WHEN_CROWDED : ROUNDS_PER_LOOK;
-    double begin = seconds > 0 ? now() : 0;
+    double begin = seconds > 0 ? now() : 0, moved_at = begin;
+    unsigned has_moved = 0; /* since the last look */
     for (int round = 1; !has_news(self); round++) {
         unsigned moved = progress(self);
+        has_moved |= moved;
         if (seconds > 0 ? round % rounds_per_look : moved && round < MAX_ROUNDS) continue;
-        double passed = seconds > 0 ? now() - begin : 0;
-        if (passed >= seconds) break;
+        double time = seconds > 0 ? now() : 0;
+        if (time - begin >= seconds) break;
+        if (has_moved) moved_at = time;
+        has_moved = 0;
         if (moved) continue;
         if (self->is_crowded) {
             sched_yield();
-        } else if (passed > YIELD_SECONDS) {
+        } else if (time - moved_at > YIELD_SECONDS) {
             sched_yield();
-            for (int turn = 0; turn < MAX_TURNS_AT_REST && turn < passed * TURNS_PER_SECOND; turn++) REST();
+            for (int turn = 0; turn < MAX_TURNS_AT_REST && turn < (time - moved_at) * TURNS_PER_SECOND; turn++) REST();
         }
     }
 }

@@ -7,7 +7,7 @@ from braidax.checkpoint.interval.adaptive import Adapting, choose
 from braidax.tune.control.diary import Entry
 from braidax.tune.control.limits import Limits
 
-_HYSTERESIS = 1.25  # times as far apart, or as close: less is noise, but where more work could be lost than allowed
+_LARGE, _SMALL = 1.25, 1.1  # times as far apart, or as close: less is noise, and less than the first one, too, if once
 KNOB = "saver.spacing.num_updates"
 
 
@@ -20,9 +20,14 @@ class SpacingControl:
 
     def __init__(self, saver: Checkpointer, limits: Limits) -> None:
         self._saver, self._limits = saver, limits
+        self._asked = 0  # by the window before: 1 for further apart, -1 for closer
 
     def decide(self, step: int) -> Entry | None:
-        """Moves them after a window, and returns what to write of it; None where all stays."""
+        """Moves them after a window, and returns what to write of it; None where all stays.
+
+        A quarter further apart or closer is moved at once, a tenth when two windows one after the other ask for it, and
+        any less where more work could be lost than allowed.
+        """
         spacing = self._saver.spacing
         if not isinstance(spacing, Adapting) or spacing.verdict.bound == "probe":
             return None
@@ -32,10 +37,14 @@ class SpacingControl:
             return None
         spacing.paused = True
         wanted, before = choose(self._limits.interval, found), spacing.num_updates
-        is_noise = 1 / _HYSTERESIS < wanted.num_updates / before < _HYSTERESIS
+        ratio = wanted.num_updates / before
+        asked = (ratio >= _SMALL) - (ratio <= 1 / _SMALL)
+        is_noise = not asked or (1 / _LARGE < ratio < _LARGE and asked != self._asked)
         breaks_promise = wanted.bound == "lost work" and wanted.num_updates < before
+        self._asked = asked
         if is_noise and not breaks_promise:
             return None
+        self._asked = 0
         spacing.num_updates = wanted.num_updates
         return Entry(step, KNOB, before, wanted.num_updates, "set", str(wanted))
 
