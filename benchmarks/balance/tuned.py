@@ -131,8 +131,8 @@ def _compare(
         slower = [name for name in found if number >= _LEAST_ROUNDS and _is_slower(found[name])]
         over = [*cannot, *slower, *(best if number >= _GRID_ROUNDS else ())]
         going = [name for name in going if name not in over]
-        is_known = number >= _LEAST_ROUNDS and all(_half(found[name]) <= _WIDTH for name in going if name in found)
-        if is_known and not any(name in best for name in going):
+        least = _GRID_ROUNDS if best else _LEAST_ROUNDS
+        if number >= least and all(_half(found[name]) <= _WIDTH for name in going if name in found):
             break
     for name, seconds in taken.items():
         if name in cannot:

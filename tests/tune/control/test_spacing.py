@@ -13,15 +13,18 @@ from braidax.tune import Limits
 from braidax.tune.control.spacing import SpacingControl
 
 
-def distances(folder: Path, asked: Sequence[int], limits: Limits, *, cost: float = 0.0) -> list[int]:
-    """Returns the distance after each window, at first 50, where checkpoints take so many updates until durable."""
+def distances(folder: Path, asked: Sequence[int | None], limits: Limits, *, cost: float = 0.0) -> list[int]:
+    """Returns the distance after each window, at first 50, where checkpoints take so many updates until durable.
+
+    **Arguments:** `asked`: None where nothing is known.
+    """
     found: list[int] = [50]
     with Checkpointer(folder, Adaptive()) as saver:
         spacing: Any = saver.spacing
         spacing.num_updates = 50
         control = SpacingControl(saver, limits)
         for number in asked:
-            measured = Estimate(0.01, cost, 0.0, 0.01 * number, number, has_calm=True)
+            measured = number and Estimate(0.01, cost, 0.0, 0.01 * number, number, has_calm=True)
             spacing._costs = SimpleNamespace(estimate=lambda measured=measured: measured)
             entry = control.decide(0)
             found.append(spacing.num_updates)
@@ -40,10 +43,11 @@ def distances(folder: Path, asked: Sequence[int], limits: Limits, *, cost: float
         ([56, 45, 56, 45], [50, 50, 50, 50]),  # once in each direction
         ([54, 54, 54, 54], [50, 50, 50, 50]),  # less than a tenth
         ([57, 58, 64, 64], [50, 58, 58, 64]),  # a move begins anew
+        ([56, None, 56, 56], [50, 50, 50, 56]),  # and so does what is measured anew
     ],
 )
 def test_small_moves_are_made_when_they_are_asked_for_twice(
-    tmp_path: Path, asked: list[int], expected: list[int]
+    tmp_path: Path, asked: list[int | None], expected: list[int]
 ) -> None:
     assert distances(tmp_path, asked, Limits(overhead=0.1)) == expected
 

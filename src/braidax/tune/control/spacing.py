@@ -33,7 +33,7 @@ class SpacingControl:
             return None
         found = spacing.estimate()
         if found is None:
-            spacing.paused = False  # what was known holds no more: it measures anew
+            spacing.paused, self._asked = False, 0  # what was known holds no more: it measures anew
             return None
         spacing.paused = True
         wanted, before = choose(self._limits.interval, found), spacing.num_updates
