@@ -16,7 +16,14 @@ from tests.support.comm.transports.worlds import Check, Rank, run_mpi, run_threa
 CHECKS = (*checks.CONNECTED, *checks.CONNECTING)
 IN_THREADS = ("in-process", *TCPS, "ucx")
 # By default some sizes of most, and by nightly all. C and Python meet by day in test_tcp.py and tests/comm/faults.
-QUICK_SIZES = {"in-process": (2,), "tcp": (1, 3), "tcp in Python": (2,), "tcp of both": (), "ucx": (3,)}
+QUICK_SIZES = {
+    "in-process": (2,),
+    "tcp": (1, 3),
+    "tcp over sockets": (2,),
+    "tcp in Python": (2,),
+    "tcp of both": (),
+    "ucx": (3,),
+}
 WORLDS = [
     pytest.param(name, size, marks=() if size in QUICK_SIZES[name] else pytest.mark.slow)
     for name in IN_THREADS

@@ -15,104 +15,24 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from braidax.comm.transports import tcp, tcp_worker
-from braidax.comm.transports.schedules import disagree
+from braidax.comm.transports import tcp_worker
 from braidax.comm.transports.tcp import TcpTransport
 from braidax.comm.transports.tcp_link import BYE, FRAME, GO, KEEP_BYTES, KIND_SHIFT, OFFER, REST, ROOM, WHOLE
-from braidax.comm.transports.tcp_worker import TcpWorker
 from braidax.comm.transports.transport import MAX_TAG, Operation
-from braidax.connections.world import World
 from braidax.errors import CommError, PeerLost
 from tests.support.comm.transports.tcps import BINDING
+from tests.support.comm.transports.wires import LIMIT_SECONDS, MovedBy, Wire, polled
 
-WORLD = World(0, (b"", b""), ("a", "b"), bytes(32))
 LOST = "rank 1 (host b) is lost: "
 BROKE = f"{LOST}the connection to it broke: "
 MIB = 1 << 20
-LIMIT_SECONDS = 20.0
 
 
-class Wire:
-    """A worker, C's or Python's, and the other end of its connection, which speaks frames."""
-
-    def __init__(self, moved_by: str) -> None:
-        self.near, self.far = socket.socketpair()
-        self.near.setblocking(False)
-        self.far.setblocking(False)
-        self.unsaid = bytearray()
-        if moved_by == "C":
-            binding = tcp._binding()
-            assert binding is not None
-            self.worker: Any = binding.Worker()
-            told = partial(tcp._fail, WORLD, {}), partial(disagree, WORLD)
-            self.worker.connect(0, (-1, self.near.fileno()), *told, Operation, False)
-        else:
-            self.worker = TcpWorker({})
-            self.worker.connect(WORLD, {1: self.near})
-
-    def frame(
-        self, kind: int, tag: int = 0, num_bytes: int = 0, inside: int = 0, *, number: int = 0, given: int = 0
-    ) -> bytes:
-        return FRAME.pack(kind << KIND_SHIFT | tag, num_bytes, inside, number, given)
-
-    def say(self, *frames: bytes) -> None:
-        """Sends bytes to the worker, as far as it takes them; the others with those that follow."""
-        self.unsaid += b"".join(frames)
-        self.settle()
-
-    def hear(self, count: int = 1) -> list[tuple[int, ...]]:
-        """Reads headers that the worker has sent."""
-        self.far.settimeout(LIMIT_SECONDS)
-        found = [FRAME.unpack(self.far.recv(FRAME.size, socket.MSG_WAITALL)) for _ in range(count)]
-        self.far.setblocking(False)
-        return found
-
-    def receive(self, tag: int, num_bytes: int) -> tuple[Operation, bytearray]:
-        operation, place = Operation(1), bytearray(num_bytes)
-        self.worker.receive(1, tag, memoryview(place), operation)
-        return operation, place
-
-    def send(self, tag: int, *buffers: bytes | bytearray) -> Operation:
-        operation = Operation(1)
-        self.worker.send(1, tag, tuple(map(memoryview, buffers)), operation)
-        return operation
-
-    def settle(self) -> None:
-        """Polls until there is nothing to do."""
-        num_idle = 0
-        while num_idle < 3:
-            self.worker.poll(0.0)
-            num_idle = 0 if self.hand_over() else num_idle + 1
-
-    def hand_over(self) -> int:
-        """Gives the kernel what it takes of what is to be said, and returns how much."""
-        try:
-            count = self.far.send(self.unsaid) if self.unsaid else 0
-        except BlockingIOError:
-            return 0
-        except (BrokenPipeError, ConnectionResetError):
-            count = len(self.unsaid)
-        del self.unsaid[:count]
-        return count
-
-    def close(self) -> None:
-        self.worker.close(0.0)
-        self.near.close()
-        self.far.close()
-
-
-@pytest.fixture(params=["C", "Python"])
+@pytest.fixture(params=["C", "Python", "lanes"])
 def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
     made = Wire(request.param)
     yield made
     made.close()
-
-
-def polled(wire: Wire, *operations: Operation) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not all(operation.done for operation in operations):
-        assert time.monotonic() < deadline
-        wire.worker.poll(0.001)
 
 
 def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +158,7 @@ def test_who_says_goodbye_has_closed_its_communicator(wire: Wire) -> None:
     assert (operation.error, place) == (None, b"last")
 
 
+@pytest.mark.parametrize("wire", ["C", "Python"], indirect=True)  # a lane takes what it has room for
 def test_what_a_peer_sent_that_takes_nothing_any_more_can_still_be_read(wire: Wire) -> None:
     wire.far.shutdown(socket.SHUT_RD)
     wire.say(wire.frame(WHOLE, 1, 3, 3), b"one")
@@ -285,7 +206,7 @@ def test_what_was_read_beyond_a_turn_waits_for_nothing(wire: Wire, monkeypatch: 
     polled(wire, *places, *small)
 
 
-def outcome(moved_by: str, actions: list[tuple[Any, ...]]) -> list[Any]:
+def outcome(moved_by: MovedBy, actions: list[tuple[Any, ...]]) -> list[Any]:
     """Lets a worker go through actions. **Returns:** what became of each operation, and what it keeps in the end."""
     wire, ends = Wire(moved_by), list[tuple[Operation, Any]]()
     try:
@@ -339,11 +260,19 @@ def test_c_and_python_make_the_same_of_drawn_frames(actions: list[tuple[Any, ...
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(actions=strategies.lists(ACTIONS, max_size=12))
+def test_lanes_make_the_same_of_drawn_frames(actions: list[tuple[Any, ...]]) -> None:
+    """But for large sends, of which a socket and a lane beside it hold other numbers of bytes."""
+    small = [action for action in actions if action[0] != "send" or action[2] < 100_000]
+    assert outcome("lanes", small) == outcome("C", small)
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(data=strategies.binary(max_size=2000), receives=strategies.integers(0, 3))
 def test_c_and_python_make_the_same_of_any_bytes(data: bytes, receives: int) -> None:
     actions: list[tuple[Any, ...]] = [("receive", tag, 100) for tag in range(receives)]
     actions += [("say", data[begin : begin + 300], b"", 0) for begin in range(0, len(data), 300)]
-    assert outcome("C", actions) == outcome("Python", actions)
+    assert outcome("C", actions) == outcome("Python", actions) == outcome("lanes", actions)
 
 
 def test_a_closed_worker_says_so_and_one_caller_is_let_in() -> None:

@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from braidax.bindings import import_binding
 from braidax.comm.transports.quick import know_arrays
@@ -16,6 +16,9 @@ from braidax.comm.transports.transport import Buffer, Operation, QuickCalls, Tra
 from braidax.connections.listener import Listener, Tls, linger
 from braidax.connections.world import World
 from braidax.errors import CommError
+
+if TYPE_CHECKING:
+    from braidax.comm.transports.tcp_lanes import Lanes
 
 
 @final
@@ -39,11 +42,15 @@ class TcpTransport(Transport):
         self._listener = Listener(interfaces=interfaces, tls=tls)
         self._connections: dict[int, socket.socket] = {}
         self._given_up: dict[int, CommError] = {}
+        self._lanes: Lanes | None = None
         binding = None if tls is not None else _binding()
         self.moved_by: Literal["C", "Python"] = "Python" if binding is None else "C"
         if binding is None:
             self._worker: Any = TcpWorker(self._given_up)
         else:
+            from braidax.comm.transports.tcp_lanes import Lanes  # what it needs is not on all systems
+
+            self._lanes = Lanes()
             self._worker = binding.Worker()
             worker = self._worker
             self.quick = QuickCalls(worker.send, worker.receive, worker.send_receive, worker.send_receive_value)
@@ -59,7 +66,7 @@ class TcpTransport(Transport):
 
     @property
     def address(self) -> bytes:
-        return self._listener.address
+        return self._listener.address if self._lanes is None else self._lanes.told(self._listener.address)
 
     def connect(self, world: World, *, timeout_seconds: float) -> None:
         dialed = set(range(world.rank))
@@ -68,9 +75,11 @@ class TcpTransport(Transport):
             self._connections = listener.connect(
                 world, purpose=b"tcp", dialed=dialed, accepted=set(range(world.rank + 1, world.size)), deadline=deadline
             )
+        if self._lanes is not None:
+            self._lanes.connect(world, self._connections, deadline=deadline)
         for connection in self._connections.values():
             connection.setblocking(False)
-        if self.moved_by == "Python":
+        if self._lanes is None:
             self._worker.connect(world, self._connections)
             return
         descriptors = [-1] * world.size
@@ -78,7 +87,10 @@ class TcpTransport(Transport):
             descriptors[rank] = connection.fileno()
         is_crowded = world.hosts.count(world.hosts[world.rank]) > (os.cpu_count() or 1)
         told = partial(_fail, world, self._given_up), partial(disagree, world)
-        self._worker.connect(world.rank, tuple(descriptors), *told, Operation, is_crowded)
+        lanes = tuple(map(self._lanes.found.get, range(world.size)))
+        bell = self._lanes.bell.fileno()
+        self._worker.connect(world.rank, tuple(descriptors), *told, Operation, is_crowded, lanes, bell)
+        self._lanes.let_go_of_memory()
 
     def send(self, peer: int, tag: int, buffers: Sequence[Buffer], operation: Operation) -> None:
         self._worker.send(peer, tag, buffers, operation)
@@ -113,6 +125,8 @@ class TcpTransport(Transport):
             linger([self._connections[rank] for rank in left_open], deadline)
         for connection in self._connections.values():
             connection.close()
+        if self._lanes is not None:
+            self._lanes.close()
 
 
 def _fail(

@@ -23,6 +23,8 @@ typedef struct Worker Worker;
 
 #define MAX_EVENTS 32
 #define ROUNDS_PER_EVENTS 8 /* that read the links on which something is waited for, before all are asked */
+#define ROUNDS_OF_LANES 64  /* the same where only lanes are waited for, a multiple of it */
+#define ROUNDS_WITH_GIL 16  /* of lanes: half a microsecond, shorter than waiting for the GIL may take */
 
 /* Requests */
 
@@ -131,6 +133,11 @@ static int is_known_still(const Request *request) {
 
 static int has_news(Worker *self) { return self->ended || self->runs.over; }
 
+static void hush_bell(Worker *self) {
+    char heard[64];
+    while (read(self->bell, heard, sizeof heard) == (ssize_t)sizeof heard) continue;
+}
+
 /* Moves what links can move of which there is news. */
 static unsigned move_ready(Worker *self, int milliseconds) {
     struct epoll_event events[MAX_EVENTS];
@@ -138,11 +145,62 @@ static unsigned move_ready(Worker *self, int milliseconds) {
     int count = epoll_wait(self->selector, events, MAX_EVENTS, milliseconds);
     for (int i = 0; i < count; i++) {
         Link *link = events[i].data.ptr;
+        if (!link) {
+            hush_bell(self);
+            continue;
+        }
         if (link->outgoing && events[i].events & ~(uint32_t)EPOLLIN) {
             flush(self, link);
             moved++;
         }
-        if (events[i].events & ~(uint32_t)EPOLLOUT) moved += read_link(self, link);
+        if (!(events[i].events & ~(uint32_t)EPOLLOUT)) continue;
+        moved += read_link(self, link);
+        if (link->lanes.memory) look_for_end(self, link);
+    }
+    return moved;
+}
+
+/* Whether a lane has room that its link waits for, and whether it has something to be read. */
+static int is_lane_writable(const Link *link) { return link->outgoing && !is_for_socket(link) && lane_room(&link->lanes); }
+static int is_lane_readable(const Link *link) { return !link->is_paused && lane_filled(&link->lanes); }
+
+/* Asks the peers to ring when lanes change. Returns whether nothing has to be done before. */
+static int arm_lanes(Worker *self) {
+    self->is_armed = self->num_laned > 0;
+    for (unsigned i = 0; i < self->num_laned; i++) {
+        Link *link = self->laned[i];
+        if (link->is_lost) continue;
+        if (!link->is_paused) say_asleep(&link->lanes.in.lane->reader_sleeps, 1);
+        if (link->outgoing && !is_for_socket(link)) say_asleep(&link->lanes.out.lane->writer_sleeps, 1);
+    }
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* see wake */
+    for (unsigned i = 0; i < self->num_laned; i++) {
+        const Link *link = self->laned[i];
+        if (!link->is_lost && (is_lane_writable(link) || is_lane_readable(link))) return 0;
+    }
+    return 1;
+}
+
+static void disarm_lanes(Worker *self) {
+    self->is_armed = 0;
+    for (unsigned i = 0; i < self->num_laned; i++) {
+        say_asleep(&self->laned[i]->lanes.in.lane->reader_sleeps, 0);
+        say_asleep(&self->laned[i]->lanes.out.lane->writer_sleeps, 0);
+    }
+}
+
+/* Moves what can be moved in lanes. */
+static unsigned move_lanes(Worker *self) {
+    unsigned moved = 0;
+    if (self->is_armed) disarm_lanes(self);
+    for (unsigned i = 0; i < self->num_laned; i++) {
+        Link *link = self->laned[i];
+        if (link->is_lost) continue;
+        if (is_lane_writable(link)) {
+            flush(self, link);
+            moved++;
+        }
+        if (is_lane_readable(link) || (link->message && link->is_outside)) moved += read_link(self, link);
     }
     return moved;
 }
@@ -164,16 +222,23 @@ static unsigned read_hot(Worker *self) {
     return moved;
 }
 
+/* Whether nothing is waited for but what comes through lanes, so that the kernel need not be asked each time. */
+static int waits_for_lanes(const Worker *self) { return self->num_laned && !self->num_hot && !self->num_blocked; }
+
 static unsigned progress(Worker *self) {
+    unsigned moved = self->num_laned ? move_lanes(self) : 0;
     int is_hot = self->num_hot && self->num_hot <= MAX_HOT && !self->num_blocked;
-    unsigned moved = is_hot && ++self->round % ROUNDS_PER_EVENTS ? read_hot(self) : move_ready(self, 0);
+    if (is_hot && ++self->round % ROUNDS_PER_EVENTS) moved += read_hot(self);
+    else if (!waits_for_lanes(self) || ++self->round % ROUNDS_OF_LANES == 0) moved += move_ready(self, 0);
     if (self->num_broken) settle_broken(self);
     if (self->runs.running) advance_all(self);
     return moved;
 }
 
 static void spin(Worker *self, double seconds) { /* without the GIL */
-    int rounds_per_look = self->is_crowded ? 1 : ROUNDS_WHEN_CROWDED;
+    int is_quick = waits_for_lanes(self);
+    int rounds_per_look = is_quick ? (self->is_crowded ? ROUNDS_WHEN_CROWDED : ROUNDS_PER_LOOK)
+                                   : (self->is_crowded ? 1 : ROUNDS_WHEN_CROWDED);
     double begin = now();
     for (int round = 1; !has_news(self); round++) {
         unsigned moved = progress(self);
@@ -186,8 +251,9 @@ static void spin(Worker *self, double seconds) { /* without the GIL */
 
 static int poll_for(Worker *self, double seconds) {
     if (!self->runs.num_large || seconds <= 0) {
-        if (seconds <= 0) self->round = ROUNDS_PER_EVENTS - 1; /* all are asked */
-        progress(self);
+        if (seconds <= 0) self->round = ROUNDS_OF_LANES - 1; /* all are asked */
+        int rounds = seconds > 0 && waits_for_lanes(self) ? ROUNDS_WITH_GIL : 1;
+        for (int round = 0; round < rounds && !has_news(self); round++) progress(self);
     }
     if (self->runs.running && seconds > 0 && seconds < RUN_SECONDS) seconds = RUN_SECONDS;
     if (self->runs.num_large && seconds > 0 && seconds < LARGE_SECONDS) seconds = LARGE_SECONDS;
@@ -220,7 +286,7 @@ static PyObject *worker_arm(Worker *self, PyObject *unused) {
     if (!usable(self)) return NULL;
     for (Run *run = self->runs.running; run; run = run->next)
         if (can_go_on(run)) Py_RETURN_FALSE;
-    return PyBool_FromLong(!has_news(self) && !self->num_broken);
+    return PyBool_FromLong(!has_news(self) && !self->num_broken && arm_lanes(self));
 }
 
 /* Sending and receiving */
@@ -325,6 +391,27 @@ static int sent_at_once(Worker *self, unsigned peer, uint64_t tag, const char *d
 
 /* Beginning and end */
 
+/* **Arguments:** `lanes`: the descriptor of the memory and the bell of the peer; None for a link without. */
+static int add_lanes(Worker *self, Link *link, PyObject *lanes) {
+    int memory, bell;
+    if (lanes == Py_None) return 0;
+    if (!PyTuple_Check(lanes) || !PyArg_ParseTuple(lanes, "ii", &memory, &bell)) return -1;
+    if (open_lanes(&link->lanes, memory, self->runs.rank < link->rank, bell) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError), -1;
+    self->laned[self->num_laned++] = link;
+    return 0;
+}
+
+/* Makes room for links with lanes, and listens to the bell. */
+static int expect_lanes(Worker *self, PyObject *lanes, Py_ssize_t size) {
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL};
+    if (PyTuple_Size(lanes) != size) return PyErr_SetString(PyExc_ValueError, "not as many lanes as ranks"), -1;
+    if (!(self->laned = calloc((size_t)size, sizeof *self->laned))) return PyErr_NoMemory(), -1;
+    if (self->bell >= 0 && epoll_ctl(self->selector, EPOLL_CTL_ADD, self->bell, &event) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError), -1;
+    return 0;
+}
+
 static int add_link(Worker *self, unsigned rank, PyObject *number) {
     Link *link = &self->links[rank];
     long descriptor = PyLong_AsLong(number);
@@ -342,9 +429,9 @@ static int add_link(Worker *self, unsigned rank, PyObject *number) {
 static PyObject *worker_connect(Worker *self, PyObject *arguments) {
     unsigned long long rank;
     int is_crowded;
-    PyObject *descriptors, *failed, *disagreed, *operation_type;
-    if (!usable(self) || !PyArg_ParseTuple(arguments, "KO!OOOp", &rank, &PyTuple_Type, &descriptors, &failed, &disagreed,
-                                           &operation_type, &is_crowded)) return NULL;
+    PyObject *descriptors, *failed, *disagreed, *operation_type, *lanes = NULL;
+    if (!usable(self) || !PyArg_ParseTuple(arguments, "KO!OOOp|O!i", &rank, &PyTuple_Type, &descriptors, &failed, &disagreed,
+                                           &operation_type, &is_crowded, &PyTuple_Type, &lanes, &self->bell)) return NULL;
     Py_ssize_t size = PyTuple_Size(descriptors);
     if (self->links || rank >= (unsigned long long)size || size > INT32_MAX)
         return PyErr_Format(PyExc_ValueError, "cannot connect to %zd peers", size);
@@ -357,9 +444,11 @@ static PyObject *worker_connect(Worker *self, PyObject *arguments) {
     self->runs.operation_type = operation_type;
     self->runs.rank = rank;
     self->is_crowded = is_crowded;
+    if (lanes && expect_lanes(self, lanes, size) < 0) return NULL;
     for (Py_ssize_t i = 0; i < size; i++) {
         if (add_link(self, (unsigned)i, PyTuple_GetItem(descriptors, i)) < 0) return NULL;
         self->runs.num_peers++;
+        if (lanes && add_lanes(self, &self->links[i], PyTuple_GetItem(lanes, i)) < 0) return NULL;
     }
     Py_RETURN_NONE;
 }
@@ -386,7 +475,9 @@ static void deliver(Worker *self, double deadline) { /* without the GIL */
         if (self->num_broken) settle_broken(self);
         double left = deadline - now();
         if (!is_unsent(self) || left <= 0) return;
-        move_ready(self, left > 1000 ? 1000000 : (int)(1000 * left) + 1);
+        int milliseconds = left > 1000 ? 1000000 : (int)(1000 * left) + 1;
+        move_ready(self, arm_lanes(self) ? milliseconds : 0);
+        move_lanes(self);
     }
 }
 
@@ -403,6 +494,7 @@ static void free_link(Worker *self, Link *link) {
     free_table(&link->kept);
     free_table(&link->asked);
     free(link->stage);
+    close_lanes(&link->lanes);
 }
 
 /* From here on nothing touches the sockets or a buffer. */
@@ -413,6 +505,9 @@ static void worker_end(Worker *self) {
     self->runs.num_peers = 0;
     free(self->links);
     self->links = self->hot = NULL;
+    free(self->laned);
+    self->laned = NULL;
+    self->num_laned = 0;
     self->ended = NULL;
     self->ended_end = &self->ended;
     while (self->pending) free_request(self, self->pending);
@@ -464,6 +559,7 @@ static PyObject *worker_new(PyTypeObject *type, PyObject *arguments, PyObject *k
     Worker *self = (Worker *)PyType_GenericAlloc(type, 0); /* all zero */
     if (!self) return NULL;
     self->ended_end = &self->ended;
+    self->bell = -1;
     self->selector = epoll_create1(EPOLL_CLOEXEC);
     if (self->selector < 0 || !(self->dropped = malloc(STAGE_BYTES))) {
         PyErr_SetFromErrno(PyExc_OSError);

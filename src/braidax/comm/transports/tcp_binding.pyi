@@ -44,13 +44,17 @@ class Worker:
         disagreed: Callable[[Operation, int, bytes, bytes, int, int], None],
         operation_type: type[Operation],
         is_crowded: bool,
+        lanes: tuple[tuple[int, int] | None, ...] = ...,
+        bell: int = -1,
         /,
     ) -> None:
         """Begins. `descriptors`: of sockets that do not block and outlive the worker, by rank, -1 for this one.
 
         `failed` is called with operation, peer, how that was lost (empty for a message that is too long), and the
         lengths of message and buffer; `disagreed` with operation, peer, the heads of its message and of ours, and the
-        lengths of both. `is_crowded`: whether this host has more ranks than cores.
+        lengths of both. `is_crowded`: whether this host has more ranks than cores. `lanes`: for each rank the memory
+        that is shared with it, and the descriptor that rings it, which outlives the worker; None for a rank without.
+        `bell`: a descriptor that is readable when this rank is rung.
         """
 
     def send(

@@ -15,6 +15,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "tcp_lane.h"
+
 #define FRAME_BYTES 80
 #define STAGE_BYTES (1 << 16)    /* many small messages are read at once */
 #define KEEP_BYTES (1 << 22)     /* of messages from one peer that nobody has asked for yet */
@@ -29,8 +31,12 @@
 #define MAX_PARTS 64             /* handed to the kernel in one call */
 #define MAX_TAG (((uint64_t)1 << 44) - 1)
 #define KIND_SHIFT 56
+#define OUTSIDE_SHIFT 55         /* of a bit: the body of a frame in a lane comes through the socket */
+#define OUTSIDE_BYTES (1 << 16)  /* a body of more bytes does */
+#define LANE_STAGE_BYTES 1024    /* read of a lane at once: the rest of a frame goes straight to its place */
 #define WORDS_BYTES 160
 #define CLOSED "it closed its communicator"
+#define CLOSED_ITS_END "its end of the connection was closed"
 #define GIVEN_UP "this rank gave it up"
 #define BROKE "the connection to it broke: "
 #define NO_MEMORY "there is no memory for its messages"
@@ -57,6 +63,7 @@ typedef struct Frame { /* that is to be written */
     struct Frame *next;
     Request *request; /* whose message it carries; NULL for a header alone */
     size_t sent, inside;
+    int is_outside;
     char header[FRAME_BYTES];
 } Frame;
 
@@ -102,6 +109,8 @@ typedef struct Link {
     size_t begin, end;     /* of what the stage holds */
     Message *message;      /* that is being read */
     uint64_t missing;      /* bytes of it in this frame */
+    int is_outside;        /* they come through the socket, though there is a lane */
+    Lanes lanes;
     char mute_words[WORDS_BYTES], lost_words[WORDS_BYTES];
 } Link;
 
@@ -112,6 +121,9 @@ struct Worker {
     PyObject *failed;
     Link *links, *hot; /* hot: links on which something is waited for */
     unsigned num_hot;
+    Link **laned; /* the links with lanes */
+    unsigned num_laned;
+    int bell, is_armed; /* the bell is that of this rank, -1 for none */
     Request *pending, *ended, **ended_end, *freed;
     size_t num_freed;
     Frame *free_frames;
@@ -243,7 +255,9 @@ static void free_frame(Worker *self, Frame *frame) {
 /* Fills in a header, which gives back what room is owed. */
 static void head_frame(Link *link, Frame *frame, unsigned kind, uint64_t tag, uint64_t num_bytes, uint64_t inside,
                        uint32_t number) {
-    uint64_t words[3] = {htole64((uint64_t)kind << KIND_SHIFT | tag), htole64(num_bytes), htole64(inside)};
+    frame->is_outside = link->lanes.memory && inside > OUTSIDE_BYTES;
+    uint64_t word = (uint64_t)kind << KIND_SHIFT | (uint64_t)frame->is_outside << OUTSIDE_SHIFT | tag;
+    uint64_t words[3] = {htole64(word), htole64(num_bytes), htole64(inside)};
     uint32_t numbers[2] = {htole32(number), htole32((uint32_t)link->owed)};
     memcpy(frame->header, words, sizeof words);
     memcpy(frame->header + sizeof words, numbers, sizeof numbers);
@@ -276,9 +290,15 @@ static void end(Worker *self, Request *request, int status) {
     self->ended_end = &request->next_ended;
 }
 
+/* Whether what is to be written next goes through the socket. */
+static int is_for_socket(const Link *link) {
+    const Frame *frame = link->outgoing;
+    return frame && (!link->lanes.memory || (frame->is_outside && frame->sent >= FRAME_BYTES));
+}
+
 /* Asks to hear of what can be of use now: of room where something waits, of bytes where they may be read. */
 static void watch(Worker *self, Link *link) {
-    uint32_t wanted = (link->outgoing ? EPOLLOUT : 0) | (link->is_paused ? 0 : EPOLLIN);
+    uint32_t wanted = (is_for_socket(link) ? EPOLLOUT : 0) | (link->is_paused ? 0 : EPOLLIN);
     if (wanted == link->watched || link->is_lost || link->descriptor < 0) return;
     struct epoll_event event = {.events = wanted, .data.ptr = link};
     int how = !wanted ? EPOLL_CTL_DEL : link->watched ? EPOLL_CTL_MOD : EPOLL_CTL_ADD;

@@ -11,7 +11,7 @@
 static unsigned read_link(Worker *self, Link *link);
 
 static void heat(Worker *self, Link *link) {
-    if (link->is_hot || link->descriptor < 0) return;
+    if (link->is_hot || link->descriptor < 0 || link->lanes.memory) return; /* lanes are looked at all the time */
     link->is_hot = 1;
     link->next_hot = self->hot;
     self->hot = link;
@@ -46,7 +46,7 @@ static void frame_is_written(Worker *self, Link *link, Frame *frame) {
     else if (request->is_asked) queue_rest(link, request);
 }
 
-/* Returns how many parts are to be written now, and their bytes. */
+/* Returns how many parts are to be written now, and their bytes: all to the lane, or to the socket. */
 static size_t gather(const Link *link, struct iovec *parts, size_t *num_bytes) {
     size_t count = 0;
     *num_bytes = 0;
@@ -55,13 +55,14 @@ static size_t gather(const Link *link, struct iovec *parts, size_t *num_bytes) {
         if (frame->sent < FRAME_BYTES)
             parts[count++] = (struct iovec){(char *)frame->header + frame->sent, FRAME_BYTES - frame->sent};
         else left -= frame->sent - FRAME_BYTES;
+        if (frame->is_outside && frame->sent < FRAME_BYTES) break; /* its body comes when this is written */
         for (size_t i = frame->request ? frame->request->part : 0; left && count < MAX_PARTS; i++) {
             struct iovec part = frame->request->parts[i];
             if (part.iov_len > left) part.iov_len = left;
             left -= part.iov_len;
             if (part.iov_len) parts[count++] = part;
         }
-        if (left) break;
+        if (left || frame->is_outside) break;
     }
     for (size_t i = 0; i < count; i++) *num_bytes += parts[i].iov_len;
     return count;
@@ -96,7 +97,9 @@ static void note_written(Worker *self, Link *link, size_t num_bytes) {
     }
 }
 
-static ssize_t write_parts(int descriptor, struct iovec *parts, size_t count, size_t num_bytes) {
+static ssize_t write_parts(Link *link, struct iovec *parts, size_t count, size_t num_bytes) {
+    if (!is_for_socket(link)) return write_lane(&link->lanes, parts, count);
+    int descriptor = link->descriptor;
     char joined[JOINED_BYTES + FRAME_BYTES], *end = joined;
     if (count > 1 && num_bytes <= sizeof joined) {
         for (size_t i = 0; i < count; i++) end = mempcpy(end, parts[i].iov_base, parts[i].iov_len);
@@ -106,12 +109,12 @@ static ssize_t write_parts(int descriptor, struct iovec *parts, size_t count, si
     return sendmsg(descriptor, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
-/* Gives the kernel what it takes now. */
+/* Gives the lane or the kernel what it takes now. */
 static void flush(Worker *self, Link *link) {
     while (link->outgoing && !link->is_broken && !link->is_lost) {
         struct iovec parts[MAX_PARTS];
         size_t num_bytes, count = gather(link, parts, &num_bytes);
-        ssize_t written = write_parts(link->descriptor, parts, count, num_bytes);
+        ssize_t written = write_parts(link, parts, count, num_bytes);
         if (written < 0 && errno == EINTR) continue;
         if (written < 0 && errno != EAGAIN && errno != EWOULDBLOCK) {
             link->is_broken = errno; /* see settle_broken */
@@ -269,7 +272,7 @@ static void begin_message(Worker *self, Link *link, unsigned kind, uint64_t tag,
     Item *item = find_item(&link->posted, tag);
     Request *posted = item ? OF(Request, item, item) : NULL;
     int has_place = posted && posted->capacity >= num_bytes;
-    if (has_place && kind == WHOLE && inside <= link->end - link->begin) {
+    if (has_place && kind == WHOLE && !link->is_outside && inside <= link->end - link->begin) {
         end_small(self, link, posted, (size_t)inside, charge);
         return;
     }
@@ -313,7 +316,8 @@ static void read_header(Worker *self, Link *link) {
     memcpy(words, header, sizeof words);
     memcpy(numbers, header + sizeof words, sizeof numbers);
     unsigned kind = (unsigned)(le64toh(words[0]) >> KIND_SHIFT);
-    uint64_t tag = le64toh(words[0]) & (((uint64_t)1 << KIND_SHIFT) - 1), num_bytes = le64toh(words[1]), inside = le64toh(words[2]);
+    uint64_t outside = link->lanes.memory ? le64toh(words[0]) & (uint64_t)1 << OUTSIDE_SHIFT : 0;
+    uint64_t tag = (le64toh(words[0]) & (((uint64_t)1 << KIND_SHIFT) - 1)) ^ outside, num_bytes = le64toh(words[1]), inside = le64toh(words[2]);
     uint32_t number = le32toh(numbers[0]), given = le32toh(numbers[1]);
     Item *item;
     if ((kind == WHOLE || kind == OFFER) && num_bytes > SMALL_BYTES && !link->posted.count && !link->offered.count &&
@@ -323,6 +327,7 @@ static void read_header(Worker *self, Link *link) {
     }
     link->begin += FRAME_BYTES;
     link->room += given;
+    link->is_outside = outside && inside && kind <= REST;
     if (kind == WHOLE || kind == OFFER) {
         begin_message(self, link, kind, tag, num_bytes, inside, number);
     } else if (kind == REST && inside && (item = find_item(&link->asked, number))) {
@@ -347,13 +352,18 @@ static void read_header(Worker *self, Link *link) {
 
 /* Reads what is there of parts. Returns 0 when there is nothing, also when the link is lost for that. */
 static size_t read_parts(Worker *self, Link *link, struct iovec *parts, size_t count) {
+    if (link->lanes.memory && !link->is_outside) {
+        ssize_t read = read_lane(&link->lanes, parts, count);
+        if (read < 0) lose_by_error(self, link, errno);
+        return read < 0 ? 0 : (size_t)read;
+    }
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
     ssize_t found;
     do {
         found = count == 1 ? recv(link->descriptor, parts->iov_base, parts->iov_len, MSG_DONTWAIT)
                            : recvmsg(link->descriptor, &message, MSG_DONTWAIT);
     } while (found < 0 && errno == EINTR);
-    if (found == 0) lose(self, link, "", "its end of the connection was closed");
+    if (found == 0) lose(self, link, "", CLOSED_ITS_END);
     else if (found < 0 && errno != EAGAIN && errno != EWOULDBLOCK) lose_by_error(self, link, errno);
     return found < 0 ? 0 : (size_t)found;
 }
@@ -363,7 +373,8 @@ static size_t fill(Worker *self, Link *link, int *is_drained) {
     if (link->begin) memmove(link->stage, link->stage + link->begin, link->end - link->begin);
     link->end -= link->begin;
     link->begin = 0;
-    struct iovec part = {link->stage + link->end, (link->is_large ? FRAME_BYTES : STAGE_BYTES) - link->end};
+    size_t most = link->lanes.memory ? LANE_STAGE_BYTES : link->is_large ? FRAME_BYTES : STAGE_BYTES;
+    struct iovec part = {link->stage + link->end, most - link->end};
     size_t count = read_parts(self, link, &part, 1);
     *is_drained = count < part.iov_len;
     link->end += count;
@@ -373,7 +384,7 @@ static size_t fill(Worker *self, Link *link, int *is_drained) {
 /* Reads the next bytes of a message, and the header behind them. */
 static size_t read_body(Worker *self, Link *link, int *is_drained) {
     Message *message = link->message;
-    size_t staged = link->end - link->begin, count, found = 0;
+    size_t staged = link->is_outside ? 0 : link->end - link->begin, count, found = 0;
     if (staged) {
         count = staged < link->missing ? staged : (size_t)link->missing;
         if (message->data) memcpy(message->data + message->received, link->stage + link->begin, count);
@@ -382,17 +393,21 @@ static size_t read_body(Worker *self, Link *link, int *is_drained) {
         size_t space = message->data || link->missing < STAGE_BYTES ? (size_t)link->missing : STAGE_BYTES;
         struct iovec parts[2] = {{message->data ? message->data + message->received : self->dropped, space},
                                  {link->stage, FRAME_BYTES}};
-        found = read_parts(self, link, parts, space == link->missing ? 2 : 1);
-        *is_drained = found < space + (space == link->missing ? FRAME_BYTES : 0);
+        int is_last = space == link->missing && !link->is_outside;
+        found = read_parts(self, link, parts, is_last ? 2 : 1);
+        *is_drained = found < space + (is_last ? FRAME_BYTES : 0);
         if (link->is_lost) return found;
         count = found < space ? found : space;
-        link->begin = 0;
-        link->end = found - count;
+        if (!link->is_outside) {
+            link->begin = 0;
+            link->end = found - count;
+        }
     }
     message->received += count;
     link->missing -= count;
     if (!link->missing) {
         link->message = NULL;
+        link->is_outside = 0;
         if (message->received == message->num_bytes && message->is_taken) {
             if (message->is_offered) take_item(&link->asked, message->item.key, &message->item);
             drop_or_finish(self, message);
@@ -404,9 +419,14 @@ static size_t read_body(Worker *self, Link *link, int *is_drained) {
 /* Reads what has come, but not for ever: others have their turn. Returns whether that was something. */
 static unsigned read_link(Worker *self, Link *link) {
     size_t num_bytes = 0;
-    int is_drained = 0;
+    int is_drained = 0, is_socket_drained = 0; /* where there is a lane, that is the other one */
     if (link->descriptor < 0) return 0;
     while (!link->is_paused && !link->is_lost) {
+        if (link->message && link->is_outside) {
+            if (is_socket_drained || num_bytes >= TURN_BYTES) break;
+            num_bytes += read_body(self, link, &is_socket_drained);
+            continue;
+        }
         int may_read = !is_drained && num_bytes < TURN_BYTES;
         if (link->message && (may_read || link->begin < link->end)) num_bytes += read_body(self, link, &is_drained);
         else if (!link->message && link->end - link->begin >= FRAME_BYTES) read_header(self, link);
@@ -415,6 +435,22 @@ static unsigned read_link(Worker *self, Link *link) {
     }
     watch(self, link);
     return num_bytes > 0;
+}
+
+/* To be called when there is news of the socket of a link with lanes: whether its peer has ended. What that wrote before is
+ * read first. */
+static void look_for_end(Worker *self, Link *link) {
+    char byte;
+    if (link->is_lost || link->is_paused || (link->message && link->is_outside)) return;
+    ssize_t found = recv(link->descriptor, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    int error = found < 0 ? errno : 0;
+    if (error == EAGAIN || error == EWOULDBLOCK || error == EINTR) return;
+    if (found > 0 && !lane_filled(&link->lanes)) lose(self, link, BROKE, "it sent bytes that no frame announced");
+    while (!link->is_lost && !link->is_paused && lane_filled(&link->lanes) && !(link->message && link->is_outside))
+        read_link(self, link);
+    if (found > 0 || link->is_lost || link->is_paused || (link->message && link->is_outside)) return;
+    if (error) lose_by_error(self, link, error);
+    else lose(self, link, "", CLOSED_ITS_END);
 }
 
 static void resume(Worker *self, Link *link) {

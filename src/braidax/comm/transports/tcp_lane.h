@@ -1,0 +1,131 @@
+/* Lanes: memory that two ranks of a host share, through which the bytes of their link pass no kernel.
+ *
+ * A lane goes one way. Its writer counts the bytes that it has written, its reader those that it has read; what lies between
+ * them is in a ring. Each side keeps its own count to itself as well: what stands in the memory is as hostile as what comes
+ * out of a socket. The socket of the link stays: the bodies of large frames go through it, as the kernel has more room for
+ * them, and it tells of the peer's end.
+ *
+ * Who is about to sleep says so in the memory; whoever changes it then rings. tcp_lanes.py makes the memory. */
+
+#ifndef BRAIDAX_TCP_LANE_H
+#define BRAIDAX_TCP_LANE_H
+
+#include <errno.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#define APART 128 /* bytes, so that what one core writes is in no line that another one needs for something else */
+
+typedef struct {
+    uint64_t value;
+    char apart[APART - sizeof(uint64_t)];
+} Count;
+
+typedef struct { /* in shared memory */
+    Count written, read, reader_sleeps, writer_sleeps;
+    char ring[];
+} Lane;
+
+typedef struct { /* of a lane */
+    Lane *lane;
+    uint64_t position; /* of the own count */
+} LaneEnd;
+
+typedef struct { /* the lanes of a link; no `memory` where it has none */
+    void *memory;
+    size_t num_bytes; /* of that */
+    uint64_t capacity; /* of a ring, a power of two */
+    LaneEnd in, out;
+    int bell; /* of the peer */
+} Lanes;
+
+static void ring_bell(int bell) {
+    char byte = '!';
+    if (write(bell, &byte, 1) < 0) return; /* it is rung often enough, or nobody listens any more */
+}
+
+/* To be called behind each change of a count: whoever sleeps until then is woken. */
+static void wake(const Lanes *lanes, Count *sleeps) {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* the change is seen, or that somebody is about to sleep */
+    if (__atomic_load_n(&sleeps->value, __ATOMIC_RELAXED) && __atomic_exchange_n(&sleeps->value, 0, __ATOMIC_SEQ_CST))
+        ring_bell(lanes->bell);
+}
+
+/* Returns how many bytes can be read; more than the capacity where the peer's count makes no sense. */
+static uint64_t lane_filled(const Lanes *lanes) {
+    return __atomic_load_n(&lanes->in.lane->written.value, __ATOMIC_ACQUIRE) - lanes->in.position;
+}
+
+/* Returns how many bytes can be written; more than the capacity where the peer's count makes no sense. */
+static uint64_t lane_room(const Lanes *lanes) {
+    return lanes->capacity - (lanes->out.position - __atomic_load_n(&lanes->out.lane->read.value, __ATOMIC_ACQUIRE));
+}
+
+/* Returns the bytes up to the end of a ring. */
+static size_t until_end(const Lanes *lanes, uint64_t position) { return (size_t)(lanes->capacity - position % lanes->capacity); }
+
+static size_t smaller(size_t one, uint64_t other) { return other < one ? (size_t)other : one; }
+
+/* Returns how many bytes were read into parts, or -1 with EPROTO. */
+static ssize_t read_lane(Lanes *lanes, const struct iovec *parts, size_t count) {
+    uint64_t filled = lane_filled(lanes), begin = lanes->in.position;
+    if (filled > lanes->capacity) return errno = EPROTO, -1;
+    Lane *lane = lanes->in.lane;
+    for (size_t i = 0; i < count && filled; i++) {
+        size_t num_bytes = smaller(parts[i].iov_len, filled), first = smaller(num_bytes, until_end(lanes, lanes->in.position));
+        memcpy(parts[i].iov_base, lane->ring + lanes->in.position % lanes->capacity, first);
+        memcpy((char *)parts[i].iov_base + first, lane->ring, num_bytes - first);
+        lanes->in.position += num_bytes;
+        filled -= num_bytes;
+    }
+    if (lanes->in.position == begin) return 0;
+    __atomic_store_n(&lane->read.value, lanes->in.position, __ATOMIC_RELEASE);
+    wake(lanes, &lane->writer_sleeps);
+    return (ssize_t)(lanes->in.position - begin);
+}
+
+/* Returns how many bytes of parts were written, or -1 with EPROTO. */
+static ssize_t write_lane(Lanes *lanes, const struct iovec *parts, size_t count) {
+    uint64_t room = lane_room(lanes), begin = lanes->out.position;
+    if (room > lanes->capacity) return errno = EPROTO, -1;
+    Lane *lane = lanes->out.lane;
+    for (size_t i = 0; i < count && room; i++) {
+        size_t num_bytes = smaller(parts[i].iov_len, room), first = smaller(num_bytes, until_end(lanes, lanes->out.position));
+        memcpy(lane->ring + lanes->out.position % lanes->capacity, parts[i].iov_base, first);
+        memcpy(lane->ring, (char *)parts[i].iov_base + first, num_bytes - first);
+        lanes->out.position += num_bytes;
+        room -= num_bytes;
+    }
+    if (lanes->out.position == begin) return 0;
+    __atomic_store_n(&lane->written.value, lanes->out.position, __ATOMIC_RELEASE);
+    wake(lanes, &lane->reader_sleeps);
+    return (ssize_t)(lanes->out.position - begin);
+}
+
+static void say_asleep(Count *sleeps, uint64_t value) { __atomic_store_n(&sleeps->value, value, __ATOMIC_RELAXED); }
+
+/* Maps the lanes of a link, of which the rank that `is_first` writes the first one. Returns -1 with errno. */
+static int open_lanes(Lanes *lanes, int descriptor, int is_first, int bell) {
+    struct stat status;
+    if (fstat(descriptor, &status) < 0) return -1;
+    size_t num_bytes = (size_t)status.st_size, half = num_bytes / 2;
+    if (half <= sizeof(Lane) || half % APART) return errno = EPROTO, -1;
+    uint64_t capacity = half - sizeof(Lane);
+    if (capacity & (capacity - 1)) return errno = EPROTO, -1;
+    char *memory = mmap(NULL, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    if (memory == MAP_FAILED) return -1;
+    Lane *first = (Lane *)memory, *second = (Lane *)(memory + half);
+    *lanes = (Lanes){memory, num_bytes, capacity, {is_first ? second : first, 0}, {is_first ? first : second, 0}, bell};
+    return 0;
+}
+
+static void close_lanes(Lanes *lanes) {
+    if (lanes->memory) munmap(lanes->memory, lanes->num_bytes);
+    *lanes = (Lanes){.memory = NULL};
+}
+
+#endif
