@@ -246,7 +246,7 @@ def test_without_memory_the_connection_is_enough(monkeypatch: pytest.MonkeyPatch
 def gives(descriptor: Callable[[], int], word: bytes = b"lane?") -> Callable[[World, socket.socket, Lanes], None]:
     def does(world: World, connection: socket.socket, lanes: Lanes) -> None:
         memory = descriptor()
-        socket.send_fds(connection, [word], [memory, lanes.bell.rope])
+        socket.send_fds(connection, [word], [memory, lanes.bell])
         os.close(memory)
         connection.recv(100)
 

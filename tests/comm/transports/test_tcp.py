@@ -6,7 +6,6 @@ import resource
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -37,11 +37,6 @@ class Bell:
         """Returns the descriptor."""
         return self._heard
 
-    @property
-    def rope(self) -> int:
-        """The descriptor that rings it by any byte, which another process may be given."""
-        return self._rung
-
     def close(self) -> None:
         """Gives up the descriptors; a second call does nothing. Ringing does nothing then."""
         for name in ("_heard", "_rung"):

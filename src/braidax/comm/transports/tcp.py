@@ -48,9 +48,9 @@ class TcpTransport(Transport):
         if binding is None:
             self._worker: Any = TcpWorker(self._given_up)
         else:
-            from braidax.comm.transports.tcp_lanes import Lanes  # what it needs is not on all systems
+            from braidax.comm.transports import tcp_lanes  # what it needs is not on all systems
 
-            self._lanes = Lanes()
+            self._lanes = tcp_lanes.Lanes()
             self._worker = binding.Worker()
             worker = self._worker
             self.quick = QuickCalls(worker.send, worker.receive, worker.send_receive, worker.send_receive_value)
@@ -88,8 +88,7 @@ class TcpTransport(Transport):
         is_crowded = world.hosts.count(world.hosts[world.rank]) > (os.cpu_count() or 1)
         told = partial(_fail, world, self._given_up), partial(disagree, world)
         lanes = tuple(map(self._lanes.found.get, range(world.size)))
-        bell = self._lanes.bell.fileno()
-        self._worker.connect(world.rank, tuple(descriptors), *told, Operation, is_crowded, lanes, bell)
+        self._worker.connect(world.rank, tuple(descriptors), *told, Operation, is_crowded, lanes, self._lanes.bell)
         self._lanes.let_go_of_memory()
 
     def send(self, peer: int, tag: int, buffers: Sequence[Buffer], operation: Operation) -> None:

@@ -134,8 +134,8 @@ static int is_known_still(const Request *request) {
 static int has_news(Worker *self) { return self->ended || self->runs.over; }
 
 static void hush_bell(Worker *self) {
-    char heard[64];
-    while (read(self->bell, heard, sizeof heard) == (ssize_t)sizeof heard) continue;
+    uint64_t times;
+    if (read(self->bell, &times, sizeof times) < 0) return; /* it is silent */
 }
 
 /* Moves what links can move of which there is news. */
@@ -176,7 +176,7 @@ static int arm_lanes(Worker *self) {
     __atomic_thread_fence(__ATOMIC_SEQ_CST); /* see wake */
     for (unsigned i = 0; i < self->num_laned; i++) {
         const Link *link = self->laned[i];
-        if (!link->is_lost && (is_lane_writable(link) || is_lane_readable(link))) return 0;
+        if (!link->is_lost && (is_lane_writable(link) || is_lane_readable(link) || is_lent_here(link))) return 0;
     }
     return 1;
 }
@@ -396,6 +396,7 @@ static int add_lanes(Worker *self, Link *link, PyObject *lanes) {
     int memory, bell;
     if (lanes == Py_None) return 0;
     if (!PyTuple_Check(lanes) || !PyArg_ParseTuple(lanes, "ii", &memory, &bell)) return -1;
+    expect_loans(link);
     if (open_lanes(&link->lanes, memory, self->runs.rank < link->rank, bell) < 0)
         return PyErr_SetFromErrno(PyExc_OSError), -1;
     self->laned[self->num_laned++] = link;
@@ -499,6 +500,7 @@ static void free_link(Worker *self, Link *link) {
 
 /* From here on nothing touches the sockets or a buffer. */
 static void worker_end(Worker *self) {
+    for (unsigned i = 0; i < self->num_laned; i++) withdraw(&self->laned[i]->lanes);
     if (self->selector >= 0) close(self->selector);
     self->selector = -1;
     for (unsigned i = 0; i < self->runs.num_peers; i++) free_link(self, &self->links[i]);

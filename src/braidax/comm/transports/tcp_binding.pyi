@@ -54,7 +54,7 @@ class Worker:
         lengths of message and buffer; `disagreed` with operation, peer, the heads of its message and of ours, and the
         lengths of both. `is_crowded`: whether this host has more ranks than cores. `lanes`: for each rank the memory
         that is shared with it, and the descriptor that rings it, which outlives the worker; None for a rank without.
-        `bell`: a descriptor that is readable when this rank is rung.
+        `bell`: an `eventfd` by which this rank is rung.
         """
 
     def send(

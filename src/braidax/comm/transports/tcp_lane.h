@@ -26,7 +26,7 @@ typedef struct {
 } Count;
 
 typedef struct { /* in shared memory */
-    Count written, read, reader_sleeps, writer_sleeps;
+    Count written, read, reader_sleeps, writer_sleeps, withdrawn; /* the last one: what its writer has lent */
     char ring[];
 } Lane;
 
@@ -44,8 +44,8 @@ typedef struct { /* the lanes of a link; no `memory` where it has none */
 } Lanes;
 
 static void ring_bell(int bell) {
-    char byte = '!';
-    if (write(bell, &byte, 1) < 0) return; /* it is rung often enough, or nobody listens any more */
+    uint64_t once = 1;
+    if (write(bell, &once, sizeof once) < 0) return; /* it is rung often enough */
 }
 
 /* To be called behind each change of a count: whoever sleeps until then is woken. */
@@ -104,6 +104,16 @@ static ssize_t write_lane(Lanes *lanes, const struct iovec *parts, size_t count)
     __atomic_store_n(&lane->written.value, lanes->out.position, __ATOMIC_RELEASE);
     wake(lanes, &lane->reader_sleeps);
     return (ssize_t)(lanes->out.position - begin);
+}
+
+static void withdraw(const Lanes *lanes) {
+    if (lanes->memory) __atomic_store_n(&lanes->out.lane->withdrawn.value, 1, __ATOMIC_SEQ_CST);
+}
+
+/* Whether what was copied out of the peer's memory may be something else. */
+static int is_withdrawn(const Lanes *lanes) {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* it was copied before */
+    return __atomic_load_n(&lanes->in.lane->withdrawn.value, __ATOMIC_SEQ_CST) != 0;
 }
 
 static void say_asleep(Count *sleeps, uint64_t value) { __atomic_store_n(&sleeps->value, value, __ATOMIC_RELAXED); }

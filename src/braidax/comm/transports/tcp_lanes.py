@@ -6,16 +6,16 @@ import json
 import os
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import final
 
-from braidax.comm.transports.bell import Bell
 from braidax.connections.world import World
 from braidax.errors import HandshakeError, PeerLost, WaitTimeout
 
 APART = 128
-"""Bytes between the counts of a lane: those written, those read, whether its reader sleeps, whether its writer does."""
-COUNTS_BYTES = 4 * APART
+"""Bytes between the counts of a lane: those written, those read, whether its reader sleeps, whether its writer does,
+and whether what that has lent may be something else."""
+COUNTS_BYTES = 5 * APART
 _MOST_BYTES, _LEAST_BYTES = 1 << 18, 1 << 14  # of a ring
 _HOST_BYTES = 1 << 28  # of all lanes of a host, as far as the least of each allow
 _VERSION = 1
@@ -28,11 +28,12 @@ _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 class Lanes:
     """The lanes of a rank, as far as its binding does not own them.
 
-    **Fields:** `bell`: is rung by peers. `found`: the descriptors of memory and of the peer's bell, by rank.
+    **Fields:** `bell`: a descriptor that peers ring (an `eventfd`), -1 when closed. `found`: the descriptors of memory
+    and of the peer's bell, by rank.
     """
 
     def __init__(self) -> None:
-        self.bell = Bell()
+        self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.found: dict[int, tuple[int, int]] = {}
 
     def told(self, address: bytes) -> bytes:
@@ -52,7 +53,7 @@ class Lanes:
             with _told(world, rank, connections[rank], deadline) as connection:
                 memory = _memory(num_bytes)
                 self.found[rank] = memory, -1
-                given = [] if memory < 0 else [memory, self.bell.rope]
+                given = [] if memory < 0 else [memory, self.bell]
                 socket.send_fds(connection, [_OFFER], given)
         for rank in near:
             if rank in offered:
@@ -62,7 +63,7 @@ class Lanes:
                 self.found.update({rank: (taken[0], taken[1])} if len(taken) == 2 else {})
                 is_right = word == _OFFER and (not taken or (len(taken) == 2 and _is_sealed(taken[0])))
                 _check(is_right, world, rank, word)
-                socket.send_fds(connection, [_TAKEN if taken else _REFUSED], [self.bell.rope] if taken else [])
+                socket.send_fds(connection, [_TAKEN if taken else _REFUSED], [self.bell] if taken else [])
         for rank in offered:
             with _told(world, rank, connections[rank], deadline) as connection:
                 word, taken = _taken(connection, 1)
@@ -81,7 +82,8 @@ class Lanes:
         """Closes all descriptors. A second call does nothing."""
         for rank in list(self.found):
             self._forget(rank)
-        self.bell.close()
+        bell, self.bell = self.bell, -1
+        _close(bell)
 
     def _forget(self, rank: int) -> None:
         for descriptor in self.found.pop(rank):
@@ -145,8 +147,8 @@ def _taken(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
 def _check(is_right: bool, world: World, rank: int, word: bytes) -> None:
     if not is_right:
         raise HandshakeError(
-            f"{world.describe(rank)} says {word!r} of memory that is to be shared; expected an answer with what belongs "
-            "to it: install the same version of braidax on all machines"
+            f"{world.describe(rank)} says {word!r} of memory that is to be shared; expected an answer with what "
+            "belongs to it: install the same version of braidax on all machines"
         )
 
 

@@ -42,7 +42,7 @@
 #define NO_MEMORY "there is no memory for its messages"
 #define MAX_FREE 256             /* messages and frames that are used again */
 
-enum { WHOLE, OFFER, REST, GO, ROOM, BYE }; /* kinds of frames */
+enum { WHOLE, OFFER, REST, GO, ROOM, BYE, TAKEN }; /* kinds of frames; the last one in lanes only, see tcp_lending.h */
 enum { OK, TOO_LONG, LOST, MUTE };          /* how requests end */
 
 /* Queues by number: of those under one number the oldest is found first. */
@@ -80,11 +80,11 @@ struct Request { /* a send or receive that has not ended, or that Python does no
     char *data;      /* where what is received goes */
     size_t capacity;
     uint32_t number; /* of an offered message */
-    int is_offered, is_queued, is_asked, is_large;
+    int is_offered, is_queued, is_asked, is_lent, is_large;
     Frame frame;     /* of what is sent */
 };
 
-typedef struct { /* a message that comes: into its place, to be kept (no request), or dropped (no data) */
+typedef struct Message { /* a message that comes: into its place, to be kept (no request), or dropped (no data) */
     Item item; /* of `kept` or `asked` of its link */
     uint64_t tag, num_bytes, received;
     size_t charge;   /* of the room that its sender took for it */
@@ -92,6 +92,8 @@ typedef struct { /* a message that comes: into its place, to be kept (no request
     int is_offered, is_taken;
     Request *request;
     char *data, *memory;
+    struct Message *next_lent;
+    uint64_t address, lent_from, borrowed; /* of what the peer lends: from a byte of it on; 0 for none */
 } Message;
 
 typedef struct Link {
@@ -111,6 +113,9 @@ typedef struct Link {
     uint64_t missing;      /* bytes of it in this frame */
     int is_outside;        /* they come through the socket, though there is a lane */
     Lanes lanes;
+    Message *lent, **last_lent; /* that the peer lends, and a place waits for */
+    pid_t process;              /* of the peer */
+    int lends, borrows;
     char mute_words[WORDS_BYTES], lost_words[WORDS_BYTES];
 } Link;
 
@@ -330,6 +335,8 @@ static void lose(Worker *self, Link *link, const char *begin, const char *words)
     if (link->watched) epoll_ctl(self->selector, EPOLL_CTL_DEL, link->descriptor, NULL);
     link->watched = 0;
     link->is_lost = 1;
+    link->lent = NULL;
+    withdraw(&link->lanes);
     if (link->descriptor >= 0) shutdown(link->descriptor, SHUT_RDWR); /* whoever owns the socket closes it */
     for (Item *item; (item = take_any(&link->posted));) end(self, OF(Request, item, item), LOST);
     if (link->message && link->message->is_offered && link->message->is_taken) link->message = NULL; /* it is in `asked` */

@@ -4,6 +4,7 @@
 #ifndef BRAIDAX_TCP_MOVING_H
 #define BRAIDAX_TCP_MOVING_H
 
+#include "tcp_lending.h"
 #include "tcp_link.h"
 
 #define MAX_HOT 4 /* links that are read without asking first whether there is something */
@@ -138,13 +139,14 @@ static void settle_broken(Worker *self) {
         link->is_mute = 1;
         if (link->has_left) snprintf(link->mute_words, WORDS_BYTES, "%s", CLOSED);
         else snprintf(link->mute_words, WORDS_BYTES, BROKE "[Errno %d] %s", link->is_broken, strerror(link->is_broken));
+        withdraw(&link->lanes);
         end_unsent(self, link, MUTE);
         watch(self, link);
     }
 }
 
 /* Queues a frame without bytes before all that is not begun. */
-static void put_first(Worker *self, Link *link, unsigned kind, uint32_t number) {
+static void put_first(Worker *self, Link *link, unsigned kind, uint32_t number, uint64_t num_bytes) {
     if (link->is_mute || link->is_lost) return;
     Frame *frame = new_frame(self);
     if (!frame) {
@@ -152,7 +154,7 @@ static void put_first(Worker *self, Link *link, unsigned kind, uint32_t number) 
         return;
     }
     frame->request = NULL;
-    head_frame(link, frame, kind, 0, 0, 0, number);
+    head_frame(link, frame, kind, 0, num_bytes, 0, number);
     Frame *first = link->outgoing;
     if (!first) {
         queue_last(link, frame);
@@ -197,7 +199,7 @@ static void match(Worker *self, Link *link, Message *message, Request *request) 
     }
     free(message->memory);
     message->memory = NULL;
-    int is_offered = message->is_offered;
+    int is_offered = message->is_offered, is_lent = message->address && link->borrows;
     uint32_t number = message->number;
     link->owed += message->charge;
     if (is_whole) {
@@ -213,8 +215,9 @@ static void match(Worker *self, Link *link, Message *message, Request *request) 
         heat(self, link);
     }
     if (link->is_lost) return;
-    if (is_offered) put_first(self, link, GO, number);
-    else if (link->owed >= OWED_BYTES) put_first(self, link, ROOM, 0);
+    if (is_offered && !is_whole && is_lent) queue_lent(link, message);
+    else if (is_offered) put_first(self, link, GO, number, link->lanes.memory && !link->borrows ? CANNOT_BORROW : 0);
+    else if (link->owed >= OWED_BYTES) put_first(self, link, ROOM, 0, 0);
 }
 
 /* Gives a message to the oldest receive for it, or keeps it for the next one. */
@@ -258,11 +261,11 @@ static void end_small(Worker *self, Link *link, Request *request, size_t num_byt
     link->owed += charge;
     request->ticket.num_bytes = num_bytes;
     end(self, request, OK);
-    if (link->owed >= OWED_BYTES) put_first(self, link, ROOM, 0);
+    if (link->owed >= OWED_BYTES) put_first(self, link, ROOM, 0, 0);
 }
 
 static void begin_message(Worker *self, Link *link, unsigned kind, uint64_t tag, uint64_t num_bytes, uint64_t inside,
-                          uint32_t number) {
+                          uint32_t number, uint64_t address) {
     size_t charge = inside > KEEP_BYTES ? KEEP_BYTES + 1 : charge_of(kind, inside);
     if (link->held + charge > KEEP_BYTES || inside > num_bytes || tag > MAX_TAG || (kind == WHOLE && inside < num_bytes)) {
         refuse_length(self, link, inside, num_bytes);
@@ -287,6 +290,8 @@ static void begin_message(Worker *self, Link *link, unsigned kind, uint64_t tag,
     message->num_bytes = num_bytes;
     message->charge = charge;
     message->is_offered = kind == OFFER;
+    message->address = kind == OFFER ? address : 0;
+    message->lent_from = inside;
     message->number = number;
     if (inside) {
         link->message = message;
@@ -294,6 +299,13 @@ static void begin_message(Worker *self, Link *link, unsigned kind, uint64_t tag,
         link->is_large = inside > LARGE_BYTES;
     }
     arrive(self, link, message);
+}
+
+/* Returns the item of a lent message that the peer has taken; NULL where it can have taken none. */
+static Item *take_lent(Link *link, uint32_t number) {
+    Item *item = find_item(&link->offered, number);
+    if (!item || OF(Request, item, item)->is_queued || !OF(Request, item, item)->is_lent) return NULL;
+    return take_item(&link->offered, number, item);
 }
 
 /* The peer asks for the rest of an offered message. */
@@ -319,6 +331,8 @@ static void read_header(Worker *self, Link *link) {
     uint64_t outside = link->lanes.memory ? le64toh(words[0]) & (uint64_t)1 << OUTSIDE_SHIFT : 0;
     uint64_t tag = (le64toh(words[0]) & (((uint64_t)1 << KIND_SHIFT) - 1)) ^ outside, num_bytes = le64toh(words[1]), inside = le64toh(words[2]);
     uint32_t number = le32toh(numbers[0]), given = le32toh(numbers[1]);
+    uint64_t address = 0;
+    if (link->lanes.memory) memcpy(&address, header + ADDRESS_PLACE, sizeof address);
     Item *item;
     if ((kind == WHOLE || kind == OFFER) && num_bytes > SMALL_BYTES && !link->posted.count && !link->offered.count &&
         !link->asked.count) {
@@ -329,7 +343,7 @@ static void read_header(Worker *self, Link *link) {
     link->room += given;
     link->is_outside = outside && inside && kind <= REST;
     if (kind == WHOLE || kind == OFFER) {
-        begin_message(self, link, kind, tag, num_bytes, inside, number);
+        begin_message(self, link, kind, tag, num_bytes, inside, number, address);
     } else if (kind == REST && inside && (item = find_item(&link->asked, number))) {
         Message *message = OF(Message, item, item);
         if (inside > message->num_bytes - message->received) {
@@ -340,7 +354,10 @@ static void read_header(Worker *self, Link *link) {
         link->missing = inside;
         link->is_large = 1;
     } else if (kind == GO && (item = take_item(&link->offered, number, NULL))) {
+        if (num_bytes == CANNOT_BORROW) link->lends = 0;
         go_on(self, link, OF(Request, item, item));
+    } else if (kind == TAKEN && link->lanes.memory && (item = take_lent(link, number))) {
+        end(self, OF(Request, item, item), OK);
     } else if (kind == BYE) {
         link->has_left = 1;
     } else if (kind != ROOM) {
@@ -485,6 +502,20 @@ static void send_to_self(Worker *self, Link *link, Request *request, uint64_t ta
     end(self, request, OK);
 }
 
+/* Queues the announcement of an offered message. Returns whether there was memory. */
+static int offer(Worker *self, Link *link, Request *request, uint64_t tag, uint64_t inside) {
+    link->room -= (int64_t)charge_of(OFFER, inside);
+    request->is_offered = 1;
+    request->item.key = request->number = ++link->num_offered;
+    if (put_item(&link->offered, &request->item) < 0) {
+        end(self, request, LOST);
+        lose(self, link, "", NO_MEMORY);
+        return 0;
+    }
+    head_frame(link, &request->frame, OFFER, tag, request->left, inside, request->number);
+    return 1;
+}
+
 static void put_send(Worker *self, Link *link, Request *request, uint64_t tag) {
     if (link->descriptor < 0) {
         send_to_self(self, link, request, tag);
@@ -505,22 +536,17 @@ static void put_send(Worker *self, Link *link, Request *request, uint64_t tag) {
     }
     int is_idle = !link->outgoing;
     request->frame.request = request;
-    if (charge <= link->room) {
+    if (is_lendable(link, request)) {
+        if (!offer(self, link, request, tag, request->num_parts == 2 ? request->parts[0].iov_len : 0)) return;
+        head_lent(request);
+    } else if (charge <= link->room) {
         link->room -= charge;
         head_frame(link, &request->frame, WHOLE, tag, num_bytes, num_bytes, 0);
     } else {
         int64_t inside = link->room - ENTRY_BYTES < OFFER_BYTES ? link->room - ENTRY_BYTES : OFFER_BYTES;
         if ((int64_t)num_bytes < inside) inside = (int64_t)num_bytes;
         inside = inside < 0 ? 0 : inside / LINE_BYTES * LINE_BYTES;
-        link->room -= (int64_t)charge_of(OFFER, (uint64_t)inside);
-        request->is_offered = 1;
-        request->item.key = request->number = ++link->num_offered;
-        if (put_item(&link->offered, &request->item) < 0) {
-            end(self, request, LOST);
-            lose(self, link, "", NO_MEMORY);
-            return;
-        }
-        head_frame(link, &request->frame, OFFER, tag, num_bytes, (uint64_t)inside, request->number);
+        if (!offer(self, link, request, tag, (uint64_t)inside)) return;
     }
     queue_last(link, &request->frame);
     if (is_idle) flush(self, link);

@@ -1,5 +1,6 @@
 """A worker of TCP, C's or Python's, and the other end of its connection, which speaks frames: lanes too."""
 
+import contextlib
 import mmap
 import os
 import socket
@@ -8,7 +9,6 @@ from functools import partial
 from typing import Any, Literal
 
 from braidax.comm.transports import tcp
-from braidax.comm.transports.bell import Bell
 from braidax.comm.transports.schedules import disagree
 from braidax.comm.transports.tcp_lanes import APART, COUNTS_BYTES
 from braidax.comm.transports.tcp_link import FRAME, KIND_SHIFT
@@ -25,6 +25,26 @@ OUTSIDE = 1 << 55
 MovedBy = Literal["C", "Python", "lanes"]
 
 
+class Event:
+    """A bell as lanes have it."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def ring(self) -> None:
+        os.eventfd_write(self.descriptor, 1)
+
+    def hush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
 class FarLanes:
     """The lanes of a worker of rank 0, as its peer sees them."""
 
@@ -34,7 +54,7 @@ class FarLanes:
         os.ftruncate(self.descriptor, 2 * half)
         self.memory = mmap.mmap(self.descriptor, 2 * half)
         self.theirs, self.ours = 0, half  # where the lanes begin that the worker and its peer write
-        self.bell, self.far_bell = Bell(), Bell()  # of the worker, and of its peer
+        self.bell, self.far_bell = Event(), Event()  # of the worker, and of its peer
         self.num_read = self.num_written = 0
 
     def count(self, lane: int, number: int) -> int:
@@ -98,8 +118,7 @@ class Wire:
             given: tuple[Any, ...] = ()
             if moved_by == "lanes":
                 self.lanes = FarLanes()
-                rope = self.lanes.far_bell.rope
-                given = (None, (self.lanes.descriptor, rope)), self.lanes.bell.fileno()
+                given = (None, (self.lanes.descriptor, self.lanes.far_bell.fileno())), self.lanes.bell.fileno()
             self.worker.connect(0, (-1, self.near.fileno()), *told, Operation, False, *given)
         else:
             self.worker = TcpWorker({})
