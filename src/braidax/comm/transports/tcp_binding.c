@@ -201,6 +201,7 @@ static unsigned move_lanes(Worker *self) {
             moved++;
         }
         if (is_lane_readable(link) || (link->message && link->is_outside)) moved += read_link(self, link);
+        if (is_lent_here(link)) moved += borrow(self, link);
     }
     return moved;
 }

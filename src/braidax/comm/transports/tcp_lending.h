@@ -13,7 +13,7 @@
 
 #include "tcp_link.h"
 
-#define LENT_BYTES OUTSIDE_BYTES     /* a larger message of a collective is lent, of others one that there is no room for */
+#define LENT_BYTES 20480             /* a larger message of a collective is lent, of others one that there is no room for */
 #define LENT_INSIDE_BYTES 1024       /* at most of it go with its announcement: what stands before an array */
 #define LENT_TURN_BYTES (1 << 22)    /* copied before others have their turn */
 #define ADDRESS_PLACE 32             /* in a header */
