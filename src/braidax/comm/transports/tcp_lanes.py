@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import final
 
 from braidax.connections.world import World
@@ -46,16 +46,16 @@ class Lanes:
         A rank that cannot have the memory leaves its peer and itself with the connection. **Arguments:** `deadline`:
         `time.monotonic` seconds. **Raises:** `WaitTimeout`, `PeerLost`, `HandshakeError` naming the rank.
         """
-        near = [rank for rank in sorted(connections) if _is_shared(world, rank, connections[rank])]
-        num_bytes = ring_bytes(len(near) + 1)
-        offered = [rank for rank in near if rank < world.rank]
+        neighbors = [rank for rank in sorted(connections) if _is_shared(world, rank, connections[rank])]
+        num_bytes = ring_bytes(len(neighbors) + 1)
+        offered = [rank for rank in neighbors if rank < world.rank]
         for rank in offered:
             with _told(world, rank, connections[rank], deadline) as connection:
                 memory = _memory(num_bytes)
                 self.found[rank] = memory, -1
                 given = [] if memory < 0 else [memory, self.bell]
                 socket.send_fds(connection, [_OFFER], given)
-        for rank in near:
+        for rank in neighbors:
             if rank in offered:
                 continue
             with _told(world, rank, connections[rank], deadline) as connection:
@@ -153,7 +153,7 @@ def _check(is_right: bool, world: World, rank: int, word: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _told(world: World, rank: int, connection: socket.socket, deadline: float) -> Iterator[socket.socket]:
+def _told(world: World, rank: int, connection: socket.socket, deadline: float) -> Generator[socket.socket]:
     """Limits what is done with a connection, and names its rank in errors."""
     try:
         connection.settimeout(max(1e-3, deadline - time.monotonic()))
