@@ -252,7 +252,9 @@ class DataLoader:
             while True:
                 if len(coming) + len(made) <= coming.most:
                     begun = coming.num_begun
-                    far = several.how_far(self.source, self._plan, self._knobs, self._prefetch, num_begun=begun)
+                    far = several.how_far(
+                        self.source, self._plan, self._knobs, self._prefetch, num_begun=begun, is_alone=not self._group
+                    )
                     fetch.resize(threads=self._threads, prefetch=far.in_flight, read_bytes=self._knobs.read_bytes)
                     fresh = coming.begin(far, num_made=len(made), num_to_make=num_made)
                     if self._group is not None:  # the processes meet while the first batches are read

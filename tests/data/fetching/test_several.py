@@ -27,6 +27,12 @@ from tests.support.data.varying import Varying
 NUM_SAMPLES = 1000
 
 
+@pytest.fixture(autouse=True)
+def eight_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets what is read at once end often in little data."""
+    monkeypatch.setattr(several, "_MOST", 8)
+
+
 @pytest.fixture(params=["one leaf", "two leaves", "odd rows"])
 def arrays(request: pytest.FixtureRequest) -> dict[str, np.ndarray]:
     rows = np.arange(NUM_SAMPLES * 16, dtype=np.int32).reshape(NUM_SAMPLES, 16)
@@ -79,7 +85,7 @@ def test_batches_stay_what_they_were(
     arrays: dict[str, np.ndarray], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when a program makes their arrays, and those behind them have come."""
-    monkeypatch.setattr(fetch, "_PROGRAM_READS", 3)
+    monkeypatch.setattr(fetch, "_PROGRAM_BATCHES", 3 * 8)
     mesh = None if place in ("one device", "host") else jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     options: dict[str, Any] = {"placement": "host"} if place == "host" else {}
     specs = {"split": P("data"), "replicated": P()}.get(place)
@@ -243,6 +249,14 @@ def test_who_is_read_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert at_once(from_arrays({"x": large}), 2) == (4, 12)
     assert at_once(from_arrays({"x": large}), 5) == (1, 2)
     assert [at_once(from_arrays({"x": large}), 1, num).at_once for num in (0, 127, 128)] == [4, 4, 8]
+
+
+def test_processes_that_load_them_together_read_fewer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # as it is by default
+    loader = DataLoader(from_arrays({"x": np.zeros((64, 256), np.float32)}), batch_size=8)
+    given = loader.source, loader._plan, loader.knobs, loader._prefetch
+    assert several.how_far(*given, num_begun=10**4) == (32, 96)
+    assert several.how_far(*given, num_begun=10**4, is_alone=False) == (8, 24)
 
 
 @pytest.mark.parametrize(("form", "before"), [("arrow", 8), ("parquet", 1), ("csv", 8)])

@@ -34,7 +34,7 @@ _HEDGE_READS = 32  # nor before so many were seen
 _MAX_HEDGES = 8  # under way at once: a server that is slow for all must not get everything twice
 _VERDICT_SECONDS = 5.0  # which processes have, beyond the limit, to find out who kept them waiting
 _WIDE_SLOTS = 4  # for several batches each, that are kept for reuse
-_PROGRAM_READS = 256  # of several batches, until a program makes arrays of them: by then it has won what it costs
+_PROGRAM_BATCHES = 2048  # that are read several at once, until a program makes their arrays: it has won its cost then
 _LATE_SECONDS = 1.0  # how long the end of a pass waits for reads whose hedges were first
 
 Draw = Callable[[], tuple[Source, NDArray[np.int64]]]
@@ -211,8 +211,8 @@ class Fetch:
                 for (start, stop, boxes), leaves in rows:
                     self._read(source, indices.reshape(number, -1)[:, start:stop].reshape(-1), boxes, leaves)
             with span("host-to-device", num_bytes=number * plan.num_bytes):
-                self._num_wide += 1
-                made = "by a program" if self._num_wide > _PROGRAM_READS else "each"
+                made = "by a program" if self._num_wide >= _PROGRAM_BATCHES else "each"
+                self._num_wide += number
                 return plan.arrays_of_several(memory, number, room, made=made)
 
     def _hedge(self, batch: Batch) -> None:

@@ -19,7 +19,9 @@ from braidax.data.source import Source, is_at_hand
 _MOST_BYTES = 8 << 20  # of batches that are read at once
 _FIRST_BYTES = 4 << 20  # at the beginning of a pass: to touch memory first takes longer than to fill it
 _SHARE = 16  # of what a pass has read, as much is read at once
-_MOST = 8
+_MOST = 32
+_MOST_ARRAYS = 256  # that are made of what is read at once: a program that makes more takes long to compile
+_FEWEST = 8  # where there are many leaves, or other processes: these hear of an error by as many batches later
 _STRETCHES = 3  # in flight: two that are read, one that is used; one thread reads but one
 
 Draw = Callable[[Cursor, int], tuple[Source, NDArray[np.int64]]]
@@ -41,14 +43,18 @@ class Begun(NamedTuple):
     batch: Batch | Part
 
 
-def how_far(source: Source, plan: LoadPlan, knobs: Knobs, prefetch: int, *, num_begun: int) -> Ahead:
+def how_far(
+    source: Source, plan: LoadPlan, knobs: Knobs, prefetch: int, *, num_begun: int, is_alone: bool = True
+) -> Ahead:
     """Returns how far a loader runs ahead now.
 
     **Arguments:** `prefetch`: batches in flight, where each is read by itself. `num_begun`: batches of this pass.
+    `is_alone`: whether no other process loads them, too.
     """
     num_bytes = max(plan.at_once.num_bytes, 1)
     at_once = min(_MOST_BYTES, max(_FIRST_BYTES, num_begun * num_bytes // _SHARE)) // num_bytes
-    most = min(_MOST, 1 << at_once.bit_length() >> 1)  # a power of two: each growth is memory anew
+    limit = max(_FEWEST, min(_MOST, _MOST_ARRAYS // len(plan.leaves))) if is_alone else _FEWEST
+    most = 1 << min(limit, at_once).bit_length() >> 1  # a power of two: each growth is memory anew
     if most < 2 or not plan.at_once.stacks or knobs.hedge_seconds == 0 or not is_at_hand(source):
         return Ahead(1, prefetch)
     stretches = min(_STRETCHES, 1 + (knobs.threads or _STRETCHES))
