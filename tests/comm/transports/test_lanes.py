@@ -10,11 +10,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 from braidax.comm.transports.tcp import TcpTransport
-from braidax.comm.transports.tcp_lanes import APART, COUNTS_BYTES, Lanes, ring_bytes
+from braidax.comm.transports.tcp_lanes import APART, COUNTS_BYTES, Lanes, ring_bytes, told_lanes
 from braidax.comm.transports.tcp_link import FRAME, KIND_SHIFT, WHOLE
 from braidax.comm.transports.transport import Operation, Transport
 from braidax.connections.world import World
@@ -35,7 +36,7 @@ def wire() -> Iterator[Wire]:
         yield made
 
 
-def made_by_two(size: int) -> Sequence[Transport]:
+def made_in_c(size: int) -> Sequence[Transport]:
     return [TcpTransport() for _ in range(size)]
 
 
@@ -52,7 +53,7 @@ def test_ranks_of_a_host_have_lanes_and_others_have_none() -> None:
     def check_none(rank: Rank) -> None:
         assert lanes_of(rank).found == {}
 
-    run_threads(made_by_two, 3, check)
+    run_threads(made_in_c, 3, check)
     run_threads(lambda size: [TcpTransport(interfaces=("127.0.0.1",)) for _ in range(size)], 2, check_none)
 
 
@@ -73,7 +74,7 @@ def test_messages_of_all_lengths_arrive_in_their_order() -> None:
             assert operation.num_bytes == length
             assert place == pattern(other + length, length)
 
-    run_threads(made_by_two, 2, check)
+    run_threads(made_in_c, 2, check)
 
 
 def test_who_sleeps_is_woken_by_what_comes(wire: Wire) -> None:
@@ -155,11 +156,22 @@ def test_a_large_body_comes_through_the_socket(wire: Wire) -> None:
     assert wire.far.recv(100_000) == body
 
 
-@pytest.mark.parametrize(("number", "by"), [(0, RING_BYTES + 1), (0, 1 << 63), (0, (1 << 64) - 1)])
-def test_a_count_of_written_bytes_that_makes_no_sense_costs_the_link(number: int, by: int, wire: Wire) -> None:
+def test_a_small_body_may_come_through_the_socket_too(wire: Wire) -> None:
+    """What lies behind its header in the lane is another frame."""
+    operation, place = wire.receive(1, 9)
+    behind, second = wire.receive(1, 5)
+    header = FRAME.pack(WHOLE << KIND_SHIFT | OUTSIDE | 1, 9, 9, 0, 0)
+    wire.say(header, wire.frame(WHOLE, 1, 5, 5), b"after")
+    wire.far.send(b"elsewhere")
+    polled(wire, operation, behind)
+    assert (place, second) == (b"elsewhere", b"after")
+
+
+@pytest.mark.parametrize("count", [RING_BYTES + 1, 1 << 63, (1 << 64) - 1])
+def test_a_count_of_written_bytes_that_makes_no_sense_costs_the_link(count: int, wire: Wire) -> None:
     assert wire.lanes is not None
     operation, _ = wire.receive(1, 10)
-    wire.lanes.set_count(wire.lanes.ours, number, by)
+    wire.lanes.set_count(wire.lanes.ours, 0, count)
     polled(wire, operation)
     assert str(operation.error) == f"{BROKE}[Errno {errno.EPROTO}] {os.strerror(errno.EPROTO)}"
     assert isinstance(operation.error, PeerLost)
@@ -201,7 +213,7 @@ def in_a_world(
 ) -> list[tuple[BaseException | None, Lanes]]:
     """Lets two ranks, threads of this process, do something with the ends of a connection. **Returns:** what became."""
     lanes, ends = [Lanes(), Lanes()], socket.socketpair()
-    addresses = [one.told(b"{}") for one in lanes]
+    addresses = [told_lanes(b"{}")] * 2
     raised: list[BaseException | None] = [None, None]
 
     def work(rank: int) -> None:
@@ -240,7 +252,7 @@ def test_without_memory_the_connection_is_enough(monkeypatch: pytest.MonkeyPatch
         rank.wait(rank.send(1 - rank.rank, 1, b"still"), received)
         assert (lanes_of(rank).found, place) == ({}, b"still")
 
-    run_threads(made_by_two, 2, check)
+    run_threads(made_in_c, 2, check)
 
 
 def gives(descriptor: Callable[[], int], word: bytes = b"lane?") -> Callable[[World, socket.socket, Lanes], None]:
@@ -270,6 +282,22 @@ def test_memory_that_can_be_taken_away_is_refused(word: bytes) -> None:
     assert str(error).startswith(f"rank 1 (host b) says {word!r} of memory that is to be shared; expected")
     mine.close()
     theirs.close()
+
+
+def test_half_of_what_belongs_to_an_offer_is_refused_and_closed() -> None:
+    def offers_half(world: World, connection: socket.socket, lanes: Lanes) -> None:
+        socket.send_fds(connection, [b"lane?"], [lanes.bell])
+
+    before = num_descriptors()
+    (error, mine), (_, theirs) = in_a_world([shares, offers_half])
+    assert isinstance(error, HandshakeError)
+    mine.close()
+    theirs.close()
+    assert num_descriptors() == before
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.parametrize("num_bytes", [0, 2 * COUNTS_BYTES, 2 * (COUNTS_BYTES + 3 * APART), 2 * (COUNTS_BYTES + 64)])

@@ -119,10 +119,17 @@ def test_a_peer_that_cannot_read_is_sent_the_rest(wire: Wire) -> None:
         wire.settle()
     assert found == data
     assert sent.done
-    wire.send(3, data)
-    (kind, _, inside, _, _), address = raw_header(wire)
+    offered = wire.send(3, data)
+    (kind, _, inside, number, _), address = raw_header(wire)
     assert (kind, address) == (OFFER << KIND_SHIFT | OUTSIDE | 3, 0)
     assert 0 < inside <= KEEP_BYTES
+    unread = inside
+    while unread:
+        with contextlib.suppress(BlockingIOError):
+            unread -= len(wire.far.recv(unread))
+        wire.settle()
+    wire.say(wire.frame(TAKEN, number=number))  # which was not lent
+    assert isinstance(offered.error, PeerLost)
 
 
 def test_what_its_sender_has_given_up_is_no_message(wire: Wire) -> None:

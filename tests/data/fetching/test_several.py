@@ -251,12 +251,18 @@ def test_who_is_read_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [at_once(from_arrays({"x": large}), 1, num).at_once for num in (0, 127, 128)] == [4, 4, 8]
 
 
-def test_processes_that_load_them_together_read_fewer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_are_read_at_once_where_there_are_many_leaves_or_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # as it is by default
     loader = DataLoader(from_arrays({"x": np.zeros((64, 256), np.float32)}), batch_size=8)
     given = loader.source, loader._plan, loader.knobs, loader._prefetch
     assert several.how_far(*given, num_begun=10**4) == (32, 96)
     assert several.how_far(*given, num_begun=10**4, is_alone=False) == (8, 24)
+    for num_leaves, at_once in ((8, 32), (12, 16), (40, 8)):
+        loader = DataLoader(
+            from_arrays({str(leaf): np.zeros(64, np.float32) for leaf in range(num_leaves)}), batch_size=8
+        )
+        far = several.how_far(loader.source, loader._plan, loader.knobs, loader._prefetch, num_begun=10**4)
+        assert far.at_once == at_once
 
 
 @pytest.mark.parametrize(("form", "before"), [("arrow", 8), ("parquet", 1), ("csv", 8)])

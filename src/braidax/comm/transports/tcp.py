@@ -42,6 +42,7 @@ class TcpTransport(Transport):
         self._listener = Listener(interfaces=interfaces, tls=tls)
         self._connections: dict[int, socket.socket] = {}
         self._given_up: dict[int, CommError] = {}
+        self._address = self._listener.address
         self._lanes: Lanes | None = None
         binding = None if tls is not None else _binding()
         self.moved_by: Literal["C", "Python"] = "Python" if binding is None else "C"
@@ -50,7 +51,7 @@ class TcpTransport(Transport):
         else:
             from braidax.comm.transports import tcp_lanes  # what it needs is not on all systems
 
-            self._lanes = tcp_lanes.Lanes()
+            self._address, self._lanes = tcp_lanes.told_lanes(self._address), tcp_lanes.Lanes()
             self._worker = binding.Worker()
             worker = self._worker
             self.quick = QuickCalls(worker.send, worker.receive, worker.send_receive, worker.send_receive_value)
@@ -66,7 +67,7 @@ class TcpTransport(Transport):
 
     @property
     def address(self) -> bytes:
-        return self._listener.address if self._lanes is None else self._lanes.told(self._listener.address)
+        return self._address
 
     def connect(self, world: World, *, timeout_seconds: float) -> None:
         dialed = set(range(world.rank))

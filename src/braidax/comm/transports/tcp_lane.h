@@ -65,45 +65,34 @@ static uint64_t lane_room(const Lanes *lanes) {
     return lanes->capacity - (lanes->out.position - __atomic_load_n(&lanes->out.lane->read.value, __ATOMIC_ACQUIRE));
 }
 
-/* Returns the bytes up to the end of a ring. */
-static size_t until_end(const Lanes *lanes, uint64_t position) { return (size_t)(lanes->capacity - position % lanes->capacity); }
-
 static size_t smaller(size_t one, uint64_t other) { return other < one ? (size_t)other : one; }
 
-/* Returns how many bytes were read into parts, or -1 with EPROTO. */
-static ssize_t read_lane(Lanes *lanes, const struct iovec *parts, size_t count) {
-    uint64_t filled = lane_filled(lanes), begin = lanes->in.position;
-    if (filled > lanes->capacity) return errno = EPROTO, -1;
-    Lane *lane = lanes->in.lane;
-    for (size_t i = 0; i < count && filled; i++) {
-        size_t num_bytes = smaller(parts[i].iov_len, filled), first = smaller(num_bytes, until_end(lanes, lanes->in.position));
-        memcpy(parts[i].iov_base, lane->ring + lanes->in.position % lanes->capacity, first);
-        memcpy((char *)parts[i].iov_base + first, lane->ring, num_bytes - first);
-        lanes->in.position += num_bytes;
-        filled -= num_bytes;
+/* Copies between parts and the ring, at most so many bytes, and counts them. Returns how many, or -1 with EPROTO. */
+static ssize_t pass(const Lanes *lanes, LaneEnd *end, const struct iovec *parts, size_t count, uint64_t most, int is_reader) {
+    if (most > lanes->capacity) return errno = EPROTO, -1;
+    Lane *lane = end->lane;
+    uint64_t begin = end->position;
+    for (size_t i = 0; i < count && most; i++) {
+        uint64_t place = end->position % lanes->capacity;
+        char *part = parts[i].iov_base, *ring = lane->ring + place;
+        size_t num_bytes = smaller(parts[i].iov_len, most), first = smaller(num_bytes, lanes->capacity - place);
+        memcpy(is_reader ? part : ring, is_reader ? ring : part, first);
+        memcpy(is_reader ? part + first : lane->ring, is_reader ? lane->ring : part + first, num_bytes - first);
+        end->position += num_bytes;
+        most -= num_bytes;
     }
-    if (lanes->in.position == begin) return 0;
-    __atomic_store_n(&lane->read.value, lanes->in.position, __ATOMIC_RELEASE);
-    wake(lanes, &lane->writer_sleeps);
-    return (ssize_t)(lanes->in.position - begin);
+    if (end->position == begin) return 0;
+    __atomic_store_n(is_reader ? &lane->read.value : &lane->written.value, end->position, __ATOMIC_RELEASE);
+    wake(lanes, is_reader ? &lane->writer_sleeps : &lane->reader_sleeps);
+    return (ssize_t)(end->position - begin);
 }
 
-/* Returns how many bytes of parts were written, or -1 with EPROTO. */
+static ssize_t read_lane(Lanes *lanes, const struct iovec *parts, size_t count) {
+    return pass(lanes, &lanes->in, parts, count, lane_filled(lanes), 1);
+}
+
 static ssize_t write_lane(Lanes *lanes, const struct iovec *parts, size_t count) {
-    uint64_t room = lane_room(lanes), begin = lanes->out.position;
-    if (room > lanes->capacity) return errno = EPROTO, -1;
-    Lane *lane = lanes->out.lane;
-    for (size_t i = 0; i < count && room; i++) {
-        size_t num_bytes = smaller(parts[i].iov_len, room), first = smaller(num_bytes, until_end(lanes, lanes->out.position));
-        memcpy(lane->ring + lanes->out.position % lanes->capacity, parts[i].iov_base, first);
-        memcpy(lane->ring, (char *)parts[i].iov_base + first, num_bytes - first);
-        lanes->out.position += num_bytes;
-        room -= num_bytes;
-    }
-    if (lanes->out.position == begin) return 0;
-    __atomic_store_n(&lane->written.value, lanes->out.position, __ATOMIC_RELEASE);
-    wake(lanes, &lane->reader_sleeps);
-    return (ssize_t)(lanes->out.position - begin);
+    return pass(lanes, &lanes->out, parts, count, lane_room(lanes), 0);
 }
 
 static void withdraw(const Lanes *lanes) {

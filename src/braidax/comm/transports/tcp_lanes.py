@@ -21,7 +21,7 @@ _HOST_BYTES = 1 << 28  # of all lanes of a host, as far as the least of each all
 _VERSION = 1
 _NAME = "lanes"  # in the addresses of ranks that have them
 _OFFER, _TAKEN, _REFUSED = b"lane?", b"lane.", b"none."
-_SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @final
@@ -35,10 +35,6 @@ class Lanes:
     def __init__(self) -> None:
         self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.found: dict[int, tuple[int, int]] = {}
-
-    def told(self, address: bytes) -> bytes:
-        """Returns the address of a listener as that of a rank that has lanes."""
-        return json.dumps({**json.loads(address), _NAME: _VERSION}).encode()
 
     def connect(self, world: World, connections: Mapping[int, socket.socket], *, deadline: float) -> None:
         """Shares memory with the ranks of this host, over their connections, on which nothing else is under way.
@@ -60,9 +56,8 @@ class Lanes:
                 continue
             with _told(world, rank, connections[rank], deadline) as connection:
                 word, taken = _taken(connection, 2)
-                self.found.update({rank: (taken[0], taken[1])} if len(taken) == 2 else {})
-                is_right = word == _OFFER and (not taken or (len(taken) == 2 and _is_sealed(taken[0])))
-                _check(is_right, world, rank, word)
+                self.found.update({rank: (taken[0], taken[1])} if taken else {})
+                _check(word == _OFFER and (not taken or _is_sealed(taken[0])), world, rank, word)
                 socket.send_fds(connection, [_TAKEN if taken else _REFUSED], [self.bell] if taken else [])
         for rank in offered:
             with _told(world, rank, connections[rank], deadline) as connection:
@@ -90,8 +85,12 @@ class Lanes:
             _close(descriptor)
 
 
-def has_lanes(address: bytes) -> bool:
-    """Returns whether the rank of an address has lanes."""
+def told_lanes(address: bytes) -> bytes:
+    """Returns the address of a listener as that of a rank that has lanes."""
+    return json.dumps({**json.loads(address), _NAME: _VERSION}).encode()
+
+
+def _has_lanes(address: bytes) -> bool:
     with contextlib.suppress(ValueError, AttributeError):
         return json.loads(address).get(_NAME) == _VERSION
     return False
@@ -106,7 +105,7 @@ def ring_bytes(num_ranks: int) -> int:
 
 
 def _is_shared(world: World, rank: int, connection: socket.socket) -> bool:
-    return has_lanes(world.addresses[rank]) and connection.family == socket.AF_UNIX
+    return _has_lanes(world.addresses[rank]) and connection.family == socket.AF_UNIX
 
 
 def _memory(num_bytes: int) -> int:
@@ -117,31 +116,31 @@ def _memory(num_bytes: int) -> int:
         return -1
     try:
         os.ftruncate(memory, 2 * (COUNTS_BYTES + num_bytes))
-        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _seals())
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
     except OSError:
         os.close(memory)
         return -1
     return memory
 
 
-def _seals() -> int:
-    return sum(getattr(fcntl, name) for name in _SEALS)
-
-
 def _is_sealed(memory: int) -> bool:
     """Returns whether nobody can take memory away that is mapped here."""
     try:
-        return fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _seals() == _seals()
+        return fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError:
         return False
 
 
-def _taken(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
-    flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-    word, descriptors, _, _ = socket.recv_fds(connection, len(_OFFER), most, flags)
+def _taken(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
+    """Returns a word, and the descriptors that came with it: so many, or none."""
+    word, descriptors, _, _ = socket.recv_fds(connection, len(_OFFER), count, socket.MSG_CMSG_CLOEXEC)
     if not word:
         raise ConnectionResetError("it closed the connection")
-    return word, list(descriptors)
+    if len(descriptors) not in (0, count):
+        for descriptor in descriptors:
+            _close(descriptor)
+        return b"", []
+    return word, descriptors
 
 
 def _check(is_right: bool, world: World, rank: int, word: bytes) -> None:

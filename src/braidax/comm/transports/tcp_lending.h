@@ -47,7 +47,7 @@ static void head_lent(Request *request) {
     memcpy(request->frame.header + ADDRESS_PLACE, &address, sizeof address);
 }
 
-/* Takes what is announced for one that this rank has a place for, or drops. */
+/* Puts a message that has its place, or is dropped, behind those that are copied before it. */
 static void queue_lent(Link *link, Message *message) {
     message->next_lent = NULL;
     *link->last_lent = message;
