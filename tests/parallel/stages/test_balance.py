@@ -76,6 +76,19 @@ def test_the_slowest_stage_is_as_fast_as_can_be(
         assert max(one.seconds for one in priced.costs(spans)) == pytest.approx(best, rel=1e-12)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_stages_beside_the_slowest_one_are_as_alike_as_can_be(seed: int) -> None:
+    """The last segment is the slowest stage of any division; the others are then divided by the squares of theirs."""
+    *others, last = drawn(9, seed)
+    priced = Priced((*others, replace(last, seconds=Seconds(20.0, 0.0, 0.0))), Pricing(4, recompute=False))
+
+    def squares(spans: tuple[Span, ...]) -> float:
+        return sum(one.seconds**2 for one in priced.costs(spans))
+
+    alone = [spans for spans in divisions(9, 4, 4) if spans[-1].begin == 8]
+    assert squares(balance(priced, 4)) == pytest.approx(min(map(squares, alone)), rel=1e-12)
+
+
 @pytest.mark.parametrize("hidden", [0.0, 1.0])
 def test_what_stages_cost(hidden: float) -> None:
     pricing = Pricing(2, Link(200.0, hidden=hidden), Link(900.0, hidden=hidden), bytes_per_parameter=2.0)

@@ -112,6 +112,25 @@ def test_a_stage_is_looked_at_twice_and_the_shorter_time_is_remembered() -> None
     assert [clock(stage, 0) for _ in range(3)] == [Seconds(1.0, 3.0, 1.0), *[Seconds(1.0, 2.0, 1.0)] * 2]
 
 
+def test_cuts_that_are_about_as_good_are_timed_in_turns() -> None:
+    """Two and two layers are cut best, which the first two looks at the first two, at a slow moment, do not show."""
+    order = list[tuple[int, ...]]()
+
+    def clock(stage: Stage, params: int) -> Seconds:
+        own = tuple(sorted(int(leaf.name[1:]) for leaf in stage.leaves if leaf.name.startswith("w")))
+        order.append(own)
+        if own == (0, 1):
+            return Seconds(4.2 if order.count(own) <= 2 else 2.0, 0.0, 0.0)
+        return Seconds(4.1 if own == (1, 2, 3) else float(len(own)), 0.0, 0.0)
+
+    found = cut(layers(4).traced(), 2, pricing=Pricing(2), clock=clock)
+    assert found.slowest_seconds == 2.0
+    assert [len(stage.leaves) for stage in found.stages] == [5, 5]
+    turns = [one for one in order if len(one) > 1][-6:]
+    assert turns[:3] == turns[3:]
+    assert {(0, 1), (1, 2, 3)} <= {*turns}
+
+
 def test_measured_seconds_of_the_passes() -> None:
     chain = Chain(layers(3, 8).traced())
     first, second, _ = chain.stages(chain.borders())

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
@@ -15,7 +16,7 @@ from .segments import Seconds, Segment
 _FREE_LINK = Link(1e30)
 _NEVER = math.inf
 
-_Entry = tuple[float, int, tuple["Span", ...]]  # the highest price of a stage, bytes of all devices, the stages
+_Entry = tuple[float, int, tuple["Span", ...]]  # the price of all stages, bytes of all devices, the stages
 _NONE: _Entry = (_NEVER, 0, ())
 
 
@@ -142,8 +143,9 @@ def balance(priced: Priced, num_stages: int, num_devices: int | Shares | None = 
     """Divides segments among stages, and devices among these, so that the slowest stage takes least.
 
     The dynamic program of PipeDream (Narayanan et al., SOSP 2019), from the last stage on, so that each knows how many
-    microbatches it holds; exact for the costs that it is given. Of stages that are as fast those of less
-    memory are taken.
+    microbatches it holds; exact for the costs that it is given. Of divisions whose slowest stage is as fast, the one is
+    taken whose other stages are most alike, on no more devices (the least sum of squares): where one segment alone is
+    the slowest stage, an error in its time then moves no other border. Of these the one of less memory is taken.
 
     **Arguments:** `num_stages`: that there are. `num_devices`: that there are at most, or how all of them are divided;
     by default one a stage.
@@ -155,9 +157,9 @@ def balance(priced: Priced, num_stages: int, num_devices: int | Shares | None = 
     devices = given.total if isinstance(given, Shares) else given
     _check_count(len(priced.segments), num_stages, devices)
     limit = priced.pricing.memory_bytes
-    found = _best(priced, num_stages, given, lambda cost: cost.seconds if cost.bytes <= limit else _NEVER)
+    found = _best(priced, num_stages, given, lambda cost: cost.seconds if cost.bytes <= limit else _NEVER, max)
     if found is None:
-        least = _best(priced, num_stages, given, lambda cost: float(cost.bytes))
+        least = _best(priced, num_stages, given, lambda cost: float(cost.bytes), max)
         if least is None:
             raise ArgumentError(
                 f"num_devices={devices}: they cannot be divided among {num_stages} stages so that each stage's divide "
@@ -167,7 +169,14 @@ def balance(priced: Priced, num_stages: int, num_devices: int | Shares | None = 
             f"memory_bytes={limit:.0f}: no cut into {num_stages} stages on {devices} devices fits; the least that one "
             f"needs is {least[0]:.0f} bytes a device: take more stages or devices, smaller microbatches, or more memory"
         )
-    return found[1]
+    slowest, used = found[0], given if isinstance(given, Shares) else sum(one.replicas for one in found[1])
+
+    def square(cost: StageCost) -> float:
+        return cost.seconds**2 if cost.bytes <= limit and cost.seconds <= slowest else _NEVER
+
+    alike = _best(priced, num_stages, used, square, operator.add)
+    assert alike is not None, "that of the slowest stage is one of them"
+    return alike[1]
 
 
 def _check_count(num_segments: int, num_stages: int, num_devices: int) -> None:
@@ -183,9 +192,16 @@ def _check_count(num_segments: int, num_stages: int, num_devices: int) -> None:
 
 
 def _best(
-    priced: Priced, num_stages: int, given: int | Shares, price: Callable[[StageCost], float]
+    priced: Priced,
+    num_stages: int,
+    given: int | Shares,
+    price: Callable[[StageCost], float],
+    together: Callable[[float, float], float],
 ) -> tuple[float, tuple[Span, ...]] | None:
-    """Returns the least of the highest price of a stage, with the spans; None where no price is finite."""
+    """Returns the least price of all stages, with the spans; None where no price is finite.
+
+    **Arguments:** `price`: of a stage. `together`: of two prices that of both, which is no less than either.
+    """
     count, shares = len(priced.segments), given if isinstance(given, Shares) else None
     num_devices = given.total if isinstance(given, Shares) else given
     known: dict[tuple[int, int], list[_Entry]] = {(0, 0): [*[_NONE] * count, (0.0, 0, ())]}
@@ -208,11 +224,11 @@ def _best(
                     if end > begin and other[0] <= row[begin][0] and other[0] < _NEVER:
                         span, held, own = stage(begin, end, replicas, in_flight)
                         if own <= row[begin][0]:
-                            row[begin] = min(row[begin], (max(own, other[0]), held + other[1], (span, *other[2])))
+                            row[begin] = min(row[begin], (together(own, other[0]), held + other[1], (span, *other[2])))
         known[stages, devices] = row
     counts = range(num_stages if shares is None else num_devices, num_devices + 1)
-    price_of_slowest, _, spans = min(known[num_stages, devices][0] for devices in counts)
-    return None if price_of_slowest == _NEVER else (price_of_slowest, spans)
+    least, _, spans = min(known[num_stages, devices][0] for devices in counts)
+    return None if least == _NEVER else (least, spans)
 
 
 def _parameter_bytes(segments: Sequence[Segment]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import final
 
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.costs.machine import in_time, scaled
@@ -12,7 +13,8 @@ from .segments import Clock, Seconds, Segment, counted, measured, segments_of, s
 
 _MOST_ROUNDS = 6
 _LOOKS = 2  # at the seconds of a stage
-_AS_EXPECTED = 1.02  # times what segments said
+_MORE_LOOKS = 3  # at stages of cuts that are about as good
+_ABOUT = 1.05  # times the slowest stage of the best
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def cut(
     """Cuts a traced loss into stages, so that the slowest takes least.
 
     Segments between the places where few values go over are timed, equal ones once; a dynamic program puts them into
-    stages; these are timed themselves, and where they take longer or less than their segments did, it runs again.
+    stages; these are timed themselves, segments are corrected so that they add up to that, and it runs again until it
+    finds a cut that it has found before. Of all that were found those that are about as good are timed in turns.
 
     **Arguments:** `program`: the loss; its first output is differentiated, its last argument is the batch.
     `num_stages`: that there are to be. `cuts`: instead, the names of `jax.named_scope`s before which to cut.
@@ -89,19 +92,25 @@ def cut(
     balance(Priced(roughly, pricing), num_stages, num_devices)  # what cannot be is refused before anything is timed
     clock = remembered(clock or measured())
     timed = segments_of(segments, clock)
-    found: dict[tuple[Span, ...], CutLoss] = {}
+    stages: dict[tuple[Span, ...], tuple[Stage, ...]] = {}
     for _ in range(_MOST_ROUNDS):
         spans = balance(Priced(timed, pricing), num_stages, num_devices)
-        if spans in found:
+        if spans in stages:
             break
-        expected = max(one.seconds for one in Priced(timed, pricing).costs(spans))
-        own = tuple(borders[span.begin - 1] for span in spans[1:])
-        stages = chain.stages(own)
-        whole = segments_of(stages, clock)
-        timed = _corrected(timed, spans, whole)
-        found[spans] = _told(Priced(timed, pricing), spans, stages, own, whole)
-        if found[spans].slowest_seconds <= expected * _AS_EXPECTED:
-            break
+        stages[spans] = chain.stages([borders[span.begin - 1] for span in spans[1:]])
+        timed = _corrected(timed, spans, segments_of(stages[spans], clock))
+
+    def told(spans: tuple[Span, ...]) -> CutLoss:
+        whole = segments_of(stages[spans], clock)
+        priced = Priced(_corrected(timed, spans, whole), pricing)
+        return _told(priced, spans, stages[spans], tuple(borders[span.begin - 1] for span in spans[1:]), whole)
+
+    found = {spans: told(spans) for spans in stages}
+    limit = _ABOUT * min(one.slowest_seconds for one in found.values())
+    close = [spans for spans, one in found.items() if one.slowest_seconds <= limit]
+    if len(close) > 1:
+        clock.look_again([one for spans in close for one in stages[spans]], times=_MORE_LOOKS)
+        found = {spans: told(spans) for spans in close}
     return min(found.values(), key=lambda one: one.slowest_seconds)
 
 
@@ -125,17 +134,31 @@ def _named(chain: Chain, cuts: Sequence[str]) -> tuple[Border, ...]:
     return tuple(sorted(found))
 
 
-def remembered(clock: Clock) -> Clock:
-    """Returns a clock that times twice what computes the same, and then knows the shorter time."""
-    known = dict[str, list[Seconds]]()
+@final
+class Remembered:
+    """A clock that times twice what computes the same, and then knows the shortest time."""
 
-    def seconds(stage: Stage, params: int) -> Seconds:
-        own = known.setdefault(stage.told(), [])
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._known = dict[tuple[str, int], list[Seconds]]()
+
+    def __call__(self, stage: Stage, params: int) -> Seconds:
+        own = self._known.setdefault((stage.told(), params), [])
         if len(own) < _LOOKS:
-            own.append(clock(stage, params))
+            own.append(self._clock(stage, params))
         return shortest(own)
 
-    return seconds
+    def look_again(self, stages: Sequence[Stage], params: int = 0, *, times: int) -> None:
+        """Times stages once more, those that compute the same as one, all of them in turns."""
+        alike = {stage.told(): stage for stage in stages}
+        for _ in range(times):
+            for key, stage in alike.items():
+                self._known.setdefault((key, params), []).append(self._clock(stage, params))
+
+
+def remembered(clock: Clock) -> Remembered:
+    """Returns a clock that remembers: the same one if it does."""
+    return clock if isinstance(clock, Remembered) else Remembered(clock)
 
 
 def _corrected(segments: Sequence[Segment], spans: Sequence[Span], stages: Sequence[Segment]) -> tuple[Segment, ...]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from braidax.program import bytes_of, trace
+from braidax.program import bytes_of, cost_of, trace
 from braidax.program.halving.halves import halves
 
 from .passes import Passes, is_float
@@ -69,6 +69,13 @@ class Halved:
     def kept_bytes(self) -> int:
         """Of what is held of a microbatch between the halves."""
         return self._left_bytes + sum(bytes_of(one) for one in self.handed)
+
+    @property
+    def weights_share(self) -> float:
+        """Which part of the operations of a backward pass are those of its second half."""
+        first, second = (cost_of(one.jaxpr) for one in (self._halves.first, self._halves.second))
+        both = first + second
+        return (second.flops + second.transcendentals) / max(both.flops + both.transcendentals, 1.0)
 
     def backward(
         self, taken: Sequence[Any], incoming: Sequence[Any], kept: Sequence[Any], outgoing: Sequence[Any]

@@ -1,5 +1,6 @@
 """A pipeline is planned: the loss is cut, a schedule chosen, and both are compared with doing without."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from .running.home import sub_meshes, without_mesh
 from .running.owning.ownership import Ownership
 from .schedules import Costs, Kind, Schedule, Simulation, format_csv, simulate, versions, with_transfers
 from .searching import searched
-from .segments import Clock, counted, measured
+from .segments import Backward, Clock, counted, measured
 from .verdict import Compared, Devices
 from .whole_loss import whole_loss
 
@@ -149,7 +150,11 @@ def plan_stages(setting: Setting, devices: Devices) -> PlannedStages:
 
 def _fastest(program: Program, setting: Setting, devices: Devices) -> _Way:
     """Returns of the ways to divide devices among stages the one by which a batch takes least."""
-    clock = remembered(measured() if setting.is_measured else counted())
+
+    @functools.cache
+    def clock(backward: Backward) -> Clock:
+        return remembered(measured(backward=backward) if setting.is_measured else counted())
+
     found: list[_Way] = []
     refused: list[ArgumentError] = []
     for places in setting.pipeline.places(devices.size):
@@ -162,19 +167,23 @@ def _fastest(program: Program, setting: Setting, devices: Devices) -> _Way:
     return min(found, key=lambda one: one.simulation.makespan_seconds)
 
 
-def _way(program: Program, setting: Setting, devices: Devices, places: int, clock: Clock) -> _Way:
+def _way(
+    program: Program, setting: Setting, devices: Devices, places: int, clock: Callable[[Backward], Clock]
+) -> _Way:
     pipeline, microbatches = setting.pipeline, setting.microbatches
     schedule = None if pipeline.searches else pipeline.scheduled(places, microbatches)
     shares = pipeline.shares(devices.size, places)
     check_rows(program, devices.inner, () if shares is None else shares.each)
-    found = _cut(program, setting, devices, (pipeline.num_stages(places, microbatches), places), shares, clock)
+    halved = schedule is None or _is_halved(schedule)
+    counts = pipeline.num_stages(places, microbatches), places
+    found = _cut(program, setting, devices, counts, shares, clock("halves" if halved else "whole"))
     held = [
         math.ceil(size * setting.bytes_per_parameter + again / (devices.inner * count))
         for size, again, count in zip(_parameter_bytes(found), found.rerun_bytes, found.replicas, strict=True)
     ]
 
     with without_mesh():
-        between = bytes_between_halves(found) if schedule is None or _is_halved(schedule) else None
+        between = bytes_between_halves(found) if halved else None
 
     def costs(on: Devices) -> Costs:
         return _with_sums(

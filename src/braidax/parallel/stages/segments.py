@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,9 @@ class Segment:
     float_bytes: int
     leaves: Mapping[Any, int]
 
+
+Backward = Literal["whole", "halves"]
+"""How a backward pass is run."""
 
 Clock = Callable[[Stage, int], Seconds]
 """Of a stage, and the number of the argument that is trained, how long its passes take."""
@@ -93,12 +96,14 @@ def counted(*, flops_per_second: float = 1e9, bytes_per_second: float = 1e9) -> 
     return clock
 
 
-def measured(*, num_runs: int = 5) -> Clock:
+def measured(*, num_runs: int = 5, backward: Backward = "whole") -> Clock:
     """Returns a clock that compiles the passes of a stage and runs them on the first device.
 
-    They are those that a pipeline runs: forward, and both halves of the backward pass, of which the second one adds to
-    sums; the first stage has one half. Values are drawn at random. Of all runs the shortest counts, since what else a
-    machine does only adds.
+    They are those that a pipeline runs: forward, and the backward pass, which adds to sums. Values are drawn at random.
+    Of all runs the shortest counts, since what else a machine does only adds.
+
+    **Arguments:** `backward`: whether the whole pass is timed, and divided among inputs and weights by the operations
+    that each takes; or its halves, as schedules run them that put off the second one, and which may take longer.
     """
 
     timers = dict[tuple[str, int], _Timer]()
@@ -106,7 +111,7 @@ def measured(*, num_runs: int = 5) -> Clock:
     def clock(stage: Stage, params: int) -> Seconds:
         key = stage.told(), params
         if key not in timers:
-            timers[key] = _Timer(stage, params)
+            timers[key] = _Timer(stage, params, backward)
         return timers[key].seconds(num_runs)
 
     return clock
@@ -116,33 +121,56 @@ def measured(*, num_runs: int = 5) -> Clock:
 class _Timer:
     """The passes of a stage, compiled once."""
 
-    def __init__(self, stage: Stage, params: int) -> None:
-        self._stage, self._params = stage, params
+    def __init__(self, stage: Stage, params: int, backward: Backward) -> None:
+        self._stage, self._params, self._backward = stage, params, backward
         self._halved = halved = Halved(passes := Passes(stage, params=params))
         self._trained = passes.trained
-        adding = adding_in_loops(lambda sums, given: added(sums, halved.weights(*given)), mesh=AbstractMesh((), ()))
+        self._sends_back = any(map(is_float, stage.incoming))
+
+        def whole(sums: Sequence[Any], *given: Any) -> tuple[list[Any], list[Any]]:
+            sent, own = halved.backward(*given)
+            return added(sums, own), sent
+
+        def weights(sums: Sequence[Any], *given: Any) -> tuple[list[Any], list[Any]]:
+            return added(sums, halved.weights(*given)), []
+
+        made = adding_in_loops(whole if backward == "whole" else weights, mesh=AbstractMesh((), ()))
         self._forward, self._inputs = jax.jit(passes.forward), jax.jit(halved.inputs)
-        self._weights = jax.jit(adding, donate_argnums=0)
+        self._adding = jax.jit(made, donate_argnums=0)
 
     def seconds(self, num_runs: int) -> Seconds:
         """Runs the passes, once more than it times them; values are given up behind that."""
         *taken, incoming = drawn(self._stage.program.in_specs)
         made = self._forward(taken, incoming)
         back = [taken, incoming, made.kept, [jnp.ones_like(one) for one in made.outgoing if is_float(one)]]
+        own = jax.tree.leaves(taken[self._params])
+        sums = [wide_zeros(own[at]) for at in self._trained]
+        is_whole = self._backward == "whole"
+        given = back if is_whole else self._left(back)
+        forward, inputs, adding = list[float](), list[float](), list[float]()
+        for _ in range(num_runs + 1):
+            forward.append(_timed(self._forward, taken, incoming)[0])
+            inputs.append(_timed(self._inputs, *back)[0] if self._sends_back and not is_whole else 0.0)
+            seconds, (sums, _) = _timed(self._adding, sums, *given) if sums or is_whole else (0.0, (sums, None))
+            adding.append(seconds)
+        found = Seconds(*(min(each[1:]) for each in (forward, inputs, adding)))
+        return self._divided(found) if is_whole else found
+
+    def _left(self, back: Sequence[Any]) -> list[Any]:
+        """Returns what the second half is given. **Arguments:** `back`: what the whole pass is."""
         handed = self._inputs(*back)[1]
         held = [
             [one if at in own else None for at, one in enumerate(part)]
             for own, part in zip(self._halved.left, back[1:], strict=True)
         ]
-        own = jax.tree.leaves(taken[self._params])
-        sums = [wide_zeros(own[at]) for at in self._trained]
-        found: list[list[float]] = [[], [], []]
-        for _ in range(num_runs + 1):
-            found[0].append(_timed(self._forward, taken, incoming)[0])
-            found[1].append(_timed(self._inputs, *back)[0] if any(map(is_float, incoming)) else 0.0)
-            seconds, sums = _timed(self._weights, sums, [taken, *held, handed]) if sums else (0.0, sums)
-            found[2].append(seconds)
-        return Seconds(*(min(each[1:]) for each in found))
+        return [back[0], *held, handed]
+
+    def _divided(self, found: Seconds) -> Seconds:
+        """Returns seconds of which those of a whole backward pass are divided."""
+        if not self._sends_back:
+            return found
+        share = self._halved.weights_share if self._trained else 0.0
+        return Seconds(found.forward, (1 - share) * found.weights, share * found.weights)
 
 
 def added(sums: Sequence[Any], gradients: Any) -> list[Any]:
