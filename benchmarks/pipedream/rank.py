@@ -15,7 +15,6 @@ def main(module: str, descriptor: str, cores: str) -> None:
     **Arguments:** `module`: with `begin`. `descriptor`: of the socket. `cores`: numbers, with commas between.
     """
     os.sched_setaffinity(0, {int(core) for core in cores.split(",")})  # before threads are there
-    os.environ["NPROC"] = "2"  # of threads XLA's client has: one computes, the other one sends and receives
     control = Connection(int(descriptor))
     begin: Any = importlib.import_module(module).begin
     place, args = control.recv()

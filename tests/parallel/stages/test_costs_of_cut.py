@@ -72,8 +72,8 @@ def test_devices_of_replicas_divide_them_too_and_of_what_is_sent_the_fewer_have_
 
 def test_a_cut_says_what_a_forward_pass_leaves() -> None:
     program = layers(4).traced()
-    found = cut(program, 2, pricing=Pricing(2), clock=counted())
-    again = cut(program, 2, pricing=Pricing(2, recompute=True), clock=counted())
+    found = cut(program, cuts=("layer_2",), pricing=Pricing(2), clock=counted())
+    again = cut(program, cuts=("layer_2",), pricing=Pricing(2, recompute=True), clock=counted())
     assert again.activation_bytes == (0, border_bytes(again.stages[0]))
     assert again.rerun_bytes == found.activation_bytes
     assert found.rerun_bytes == (0, 0)

@@ -38,9 +38,10 @@ _REPEATED = (
 _CHEAP = (
     _REPEATED | TRANSCENDENTAL | REDUCTIONS | ARGUMENTS | CUMULATIVE | {primitives.dynamic_slice_p, primitives.gather_p}
 )
-# What a byte counts: of an input, which is there; of what a product of the first half reads or makes, and so is written
-# anyway; of what fusion would not write; of what is another form of something. They decide between about equal sizes.
-_INPUT, _WRITTEN, _FUSED, _VIEW = 64, 65, 66, 68
+# What a byte counts: of an input, which is there; of what is made; of what is another form of something, unless a
+# product of the first half reads it, so that it is written anyway. They decide between about equal sizes. A sum counts
+# as little as its terms: XLA would make a chain of sums, such as goes through all layers, anew for each of its readers.
+_INPUT, _MADE, _VIEW = 64, 65, 68
 
 
 @final
@@ -130,7 +131,7 @@ class Crossing:
             self._late.add(one)
 
     def _size(self, one: Var, times: int, is_view: bool) -> int:
-        price = _WRITTEN if one in self._written else _VIEW if is_view else _FUSED
+        price = _VIEW if is_view and one not in self._written else _MADE
         return bytes_of(aval_of(one)) * times * price
 
 

@@ -7,12 +7,13 @@ sequences, XLA for CPUs turns all of the result: for 256 × 1024 numbers that to
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.extend.core import Literal as Constant
-from jax.extend.core.primitives import dot_general_p, transpose_p
+from jax.extend.core.primitives import convert_element_type_p, dot_general_p, transpose_p
 
 from braidax.program.bodies import aval_of
 
@@ -43,6 +44,21 @@ def products_turned(jaxpr: Jaxpr) -> Jaxpr:
         equations.append(equation)
     kept = [one for one in equations if id(one) not in turned]
     return jaxpr.replace(eqns=[one for equation in kept for one in _over_rows(equation)])
+
+
+def made_by_products(jaxpr: Jaxpr, outputs: Collection[int]) -> list[int]:
+    """Returns those outputs, by number, that a product over the rows of both of its operands makes, cast or not."""
+    made = {one: equation for equation in jaxpr.eqns for one in equation.outvars}
+    found: list[int] = []
+    for at in outputs:
+        equation = made.get(jaxpr.outvars[at])
+        while equation is not None and equation.primitive is convert_element_type_p:
+            equation = made.get(equation.invars[0])
+        if equation is not None and equation.primitive is dot_general_p:
+            (contracted, others), (batched, _) = equation.params["dimension_numbers"]
+            if not batched and tuple(contracted) == tuple(others) == (0,):
+                found.append(at)
+    return found
 
 
 def _over_rows(equation: JaxprEqn) -> list[JaxprEqn]:

@@ -19,7 +19,8 @@ class Flat:
     **Arguments:** `specs`: of the arrays. `small_bytes`: from which size on an array stays what it is; by default
     `SMALL_BYTES`. `dims`: of each array, which one goes along samples; where it is the first, those of a buffer lie
     side by side, so that devices divide it as they do these. `apart`: which arrays stay what they are in any case.
-    `longer`: which are needed longer than the others, and so share buffers with one another only.
+    `longer`: which are needed longer than the others, and so share buffers with one another only. `turned`: which of
+    two dims lie turned in buffers of their own.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Flat:
         dims: Sequence[int | None] | None = None,
         apart: Collection[int] = (),
         longer: Collection[int] = (),
+        turned: Collection[int] = (),
     ) -> None:
         small_bytes = SMALL_BYTES if small_bytes is None else small_bytes
         self.specs = tuple(specs)
@@ -44,6 +46,7 @@ class Flat:
         self._groups = [group for _, group in groups]
         self._rows = [rows for rows, _ in groups]
         joined = {at for group in self._groups for at in group}
+        self.turned = frozenset(turned) - joined
         self._alone = [at for at in range(len(self.specs)) if at not in joined]
         self.dims = [*(0 if rows > 1 else None for rows in self._rows), *(dims[at] for at in self._alone)]
         """Of each buffer, which dim goes along samples."""
@@ -86,7 +89,8 @@ class Flat:
 
     def pack(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the buffers, in one program."""
-        return [*self.joined(self.small(arrays)), *self.alone(arrays)]
+        alone = [arrays[at].T if at in self.turned else arrays[at] for at in self._alone]
+        return [*self.joined(self.small(arrays)), *alone]
 
     def unpack(self, buffers: Sequence[Any | None], *, summed: bool = False) -> list[Any]:
         """Undoes `pack`; of a buffer that is None so are the arrays.
@@ -105,7 +109,7 @@ class Flat:
                 found[at] = jax.lax.slice_in_dim(buffer, begin, end, axis=-1).reshape(own)
                 begin = end
         for at, buffer in zip(self._alone, buffers[len(self._groups) :], strict=True):
-            found[at] = buffer
+            found[at] = buffer.T if at in self.turned and buffer is not None else buffer
         return found
 
     def added(self, buffers: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:

@@ -49,7 +49,8 @@ class Flush:
                 )
         home = own.home
         # Memory of sums is given up where a gradient has the form of one.
-        self._given_up = [at for at, leaf in own.sums.alone_places if self._is_gradient(leaf)]
+        places = [at for at, leaf in own.sums.alone_places if leaf not in own.sums.turned and self._is_gradient(leaf)]
+        self._given_up = places
         others = [one for at, one in enumerate(own.sums_on) if at not in self._given_up]
         ins = ([own.sums_on[at] for at in self._given_up], others, home.whole)
         outs = tuple(one for one, spec in zip(on, specs, strict=True) if spec is not None)

@@ -52,6 +52,11 @@ class Home:
         return self._device is None and any(one.platform == "cpu" for one in self.mesh.devices.flat)
 
     @property
+    def is_one_cpu(self) -> bool:
+        """Whether it is a single device of the host's processor."""
+        return self._device is not None and self._device.platform == "cpu"
+
+    @property
     def is_divided(self) -> bool:
         """Whether there is more than one device."""
         return self._device is None
@@ -100,6 +105,7 @@ class Home:
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 return fn(*args)
 
+        run.__name__ = getattr(fn, "__name__", run.__name__).strip("_")  # in traces
         # What takes nothing would run on the first device of all.
         out = None if ins else self.whole
         return jax.jit(run, donate_argnums=donate, out_shardings=out, compiler_options=self._compiler_options)

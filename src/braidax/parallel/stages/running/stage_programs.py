@@ -13,6 +13,7 @@ from braidax.parallel.stages.halved import Halved
 from braidax.parallel.stages.passes import Passes, is_float
 from braidax.program import Stage, batch_dims_of_results, trace
 from braidax.program.halving.loop_sums import adding_in_loops
+from braidax.program.halving.turned import made_by_products
 from braidax.program.putting_off.parts import left_in_parts
 
 from .flat import Flat
@@ -77,11 +78,15 @@ class StagePrograms:
         self._compile()
 
     def _buffers(
-        self, specs: Sequence[Any], layouts: Sequence[Layout], in_parts: Collection[int] = ()
+        self,
+        specs: Sequence[Any],
+        layouts: Sequence[Layout],
+        in_parts: Collection[int] = (),
+        turned: Collection[int] = (),
     ) -> tuple[Flat, list[Any]]:
         """Returns the buffers of arrays as they are stored, and how these lie.
 
-        **Arguments:** `in_parts`: which are, one part a device.
+        **Arguments:** `in_parts`: which are, one part a device. `turned`: which lie turned.
         """
         stored = [stored_spec(*pair) for pair in zip(specs, layouts, strict=True)]
         on = [self.home.lies(one) for one in layouts]
@@ -89,7 +94,7 @@ class StagePrograms:
             stored[at] = jax.ShapeDtypeStruct((self.home.num_parts, *stored[at].shape), stored[at].dtype)
             on[at] = self.home.lies(layouts[at], in_parts=True)
         dims = [0 if at in in_parts else None for at in range(len(stored))]
-        flat = Flat(stored, dims=dims, apart=[at for at, one in enumerate(layouts) if one.axes])
+        flat = Flat(stored, dims=dims, apart=[at for at, one in enumerate(layouts) if one.axes], turned=turned)
         return flat, flat.of_buffers(on, self.home.along)
 
     def _dims(self, incoming_dims: Sequence[int | None]) -> None:
@@ -139,7 +144,10 @@ class StagePrograms:
         if home.num_parts > 1 and whole:
             self._pulled, self.in_parts = left_in_parts(program, whole, divided, home.traced_on, home.batch_axes)
         specs = [_wide_spec(spec) for spec in self.specs]
-        self.sums, self.sums_on = self._buffers(specs, self._read_layouts, self.in_parts)
+        # XLA for CPUs makes gradients of long weights half as fast as turned ones; a sum is turned back once an update.
+        long = [at for at, one in enumerate(specs) if len(one.shape) == 2 and one.shape[0] > one.shape[1]]
+        made = made_by_products(program.closed.jaxpr, long) if home.is_one_cpu else ()
+        self.sums, self.sums_on = self._buffers(specs, self._read_layouts, self.in_parts, made)
 
     @property
     def flat_specs(self) -> list[Any]:
