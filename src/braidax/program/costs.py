@@ -38,7 +38,7 @@ class Cost:
             self.written_bytes + other.written_bytes,
         )
 
-    def __mul__(self, times: int) -> "Cost":
+    def __mul__(self, times: float) -> "Cost":
         """The same several times."""
         return Cost(
             self.flops * times, self.transcendentals * times, self.read_bytes * times, self.written_bytes * times

@@ -87,8 +87,21 @@ def test_counted_seconds() -> None:
     assert clock(first, 0).inputs == 0.0  # nothing comes in
     assert clock(last, 0).weights == 0.0  # it has no parameters
     assert clock(last, 0).inputs == clock(last, 0).forward > 0.0
-    assert clock(first, 0).weights == clock(first, 0).forward
+    assert clock(first, 0).weights >= clock(first, 0).forward
     assert clock(first, 0).forward > 1e8 * counted(flops_per_second=1e12, bytes_per_second=1e12)(first, 0).forward
+
+
+@pytest.mark.parametrize("program", [layers(4, 64), gpt(4)], ids=["layers", "gpt"])
+def test_counted_seconds_of_the_first_stage_are_about_those_of_its_segments(program: Any) -> None:
+    """Gradients go back through all of it, but for what reads its first parameters."""
+    chain = Chain(program.traced())
+    borders = chain.borders()
+    clock = counted(flops_per_second=1e9, bytes_per_second=1e30)
+    segments = [clock(stage, 0).total for stage in chain.stages(borders)]
+    for count in (2, 3):
+        whole = clock(chain.stages(borders[count - 1 : count])[0], 0)
+        assert whole.inputs == 0.0
+        assert whole.total == pytest.approx(sum(segments[:count]), rel=0.15)
 
 
 def test_stages_that_take_longer_than_their_segments_are_corrected() -> None:

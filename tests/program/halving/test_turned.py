@@ -11,7 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from braidax.program import trace
 from braidax.program.halving.opened import written_out
-from braidax.program.halving.turned import products_turned
+from braidax.program.halving.turned import made_by_products, products_turned
 from tests.support.program.cutting.models import draw
 
 X, Y = draw(3, 5, 4), draw(3, 5, 6, seed=1)
@@ -66,3 +66,13 @@ def test_in_loops() -> None:
 def test_what_is_left_alone(fn: Any) -> None:
     kinds, _ = turned(fn, X, Y)
     assert kinds["transpose"] == 1
+
+
+def test_which_outputs_are_made_by_products_over_rows() -> None:
+    def fn(x: Any, y: Any) -> Any:
+        over_rows = product(x, y, (((0,), (0,)), ((), ())))
+        return over_rows, x + 1, over_rows.astype(jnp.float16), x @ y.T, x, 2 * over_rows
+
+    jaxpr = trace(fn, draw(5, 4), draw(5, 4, seed=1)).closed.jaxpr
+    assert made_by_products(jaxpr, range(6)) == [0, 2]
+    assert made_by_products(jaxpr, [1, 2]) == [2]

@@ -167,9 +167,7 @@ def _fastest(program: Program, setting: Setting, devices: Devices) -> _Way:
     return min(found, key=lambda one: one.simulation.makespan_seconds)
 
 
-def _way(
-    program: Program, setting: Setting, devices: Devices, places: int, clock: Callable[[Backward], Clock]
-) -> _Way:
+def _way(program: Program, setting: Setting, devices: Devices, places: int, clock: Callable[[Backward], Clock]) -> _Way:
     pipeline, microbatches = setting.pipeline, setting.microbatches
     schedule = None if pipeline.searches else pipeline.scheduled(places, microbatches)
     shares = pipeline.shares(devices.size, places)

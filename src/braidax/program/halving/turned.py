@@ -48,7 +48,7 @@ def products_turned(jaxpr: Jaxpr) -> Jaxpr:
 
 def made_by_products(jaxpr: Jaxpr, outputs: Collection[int]) -> list[int]:
     """Returns those outputs, by number, that a product over the rows of both of its operands makes, cast or not."""
-    made = {one: equation for equation in jaxpr.eqns for one in equation.outvars}
+    made: dict[Any, JaxprEqn] = {one: equation for equation in jaxpr.eqns for one in equation.outvars}
     found: list[int] = []
     for at in outputs:
         equation = made.get(jaxpr.outvars[at])

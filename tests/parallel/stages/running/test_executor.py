@@ -132,6 +132,29 @@ def test_large_arrays_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
     check(run, case, case.expected(2))
 
 
+@pytest.mark.parametrize("make", [one_forward_one_backward, zero_bubble_h1])
+def test_sums_of_long_weights_lie_turned(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the table, whose gradient is no product, and what is wide or square."""
+    monkeypatch.setattr(flat, "SMALL_BYTES", 0)
+    sizes = {"table": (9, 6), "long": (6, 4), "wide": (4, 8), "longer": (8, 3), "square": (3, 3)}
+
+    def loss(params: Any, batch: Any, key: Any, variables: Any) -> Any:
+        x = params["table"][batch["ids"]]
+        for name in ("long", "wide", "longer", "square"):
+            x = jnp.tanh(x @ params[name])
+        return ((x.sum(-1) - batch["y"]) ** 2).mean(), {"variables": variables}
+
+    params = {name: draw(*size, seed=at) for at, (name, size) in enumerate(sizes.items())}
+    batch = {"ids": jnp.arange(16, dtype=jnp.int32) % 9, "y": draw(16, seed=9)}
+    case = Case(loss, params, {}, batch)
+    run = pipelined(case, make(2, 4))
+    forms = [
+        programs.sums.specs[leaf].shape for programs in run.stage_programs for leaf in sorted(programs.sums.turned)
+    ]
+    assert sorted(forms) == [(6, 4), (8, 3)]
+    check(run, case, case.expected(4))
+
+
 def test_one_microbatch_and_one_stage() -> None:
     case = mlp(2, samples=4)
     check(pipelined(case, gpipe(1, 1)), case, case.expected(1))

@@ -72,3 +72,14 @@ def test_what_is_needed_longer_shares_no_buffer_with_the_rest() -> None:
     assert form.holding([1]) == form.holding([1, 3]) == [1]
     for one, other in zip(form.unpack(buffers), arrays, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_what_lies_turned_has_a_buffer_of_its_own() -> None:
+    arrays = [jnp.arange(12.0).reshape(4, 3), jnp.ones((3, 2)), jnp.arange(6.0).reshape(3, 2), jnp.zeros(5)]
+    form = Flat(arrays, small_bytes=25, turned=[0, 2])
+    assert form.turned == {0}  # the third one lies with other small ones
+    buffers = form.pack(arrays)
+    assert [one.shape for one in buffers] == [(17,), (3, 4)]
+    for one, other in zip(form.unpack(buffers), arrays, strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(form.unpack(form.added(buffers, arrays))[0], 2 * arrays[0])

@@ -170,7 +170,7 @@ def test_what_an_island_sends_is_divided_along_samples() -> None:
     """Rings hide what descends from the batch: what goes to the next stage, and what is kept."""
     step = inside(mlp(4), ROTATED)
     first = step._work.run.stage_programs[0]
-    assert [str(one.placements[1]) for one in step.plan.variables if one.path == "params/w0"] == ["rotated, dim 1"]
+    assert [str(one.placements[1]) for one in step.plan.variables if one.path == "params/w0"] == ["rotated, dim 0"]
     sent = zip(first.stage.outgoing, first.ran_shardings.outgoing, strict=True)
     assert [on.spec for spec, on in sent if spec.ndim == 2] == [jax.P(("data",))] * 2
     assert jax.P(("data",)) in {on.spec for on in first.ran_shardings.kept}
