@@ -40,6 +40,7 @@ from .constraints import automatic as automatic
 from .constraints import trace_constrained as trace_constrained
 from .costs import Cost as Cost
 from .costs import bytes_of as bytes_of
+from .costs import cost_behind as cost_behind
 from .costs import cost_of as cost_of
 from .cutting.chain import Border as Border
 from .cutting.chain import Chain as Chain

@@ -1,6 +1,6 @@
 """What a program costs: operations and bytes of every equation, as often as its loops run it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params, primitives
-from jax.extend.core.primitives import cond_p, conv_general_dilated_p, dot_general_p
+from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxprs_in_params, primitives
+from jax.extend.core.primitives import cond_p, conv_general_dilated_p, dot_general_p, scan_p
 
 from .bodies import aval_of, bodies
 from .kinds import ARGUMENTS, ARITHMETIC, REDUCTIONS, TRANSCENDENTAL
@@ -45,6 +45,14 @@ class Cost:
         )
 
 
+_OTHER_FORMS = frozenset(
+    {
+        primitives.broadcast_in_dim_p, primitives.convert_element_type_p, primitives.reshape_p, primitives.slice_p,
+        primitives.squeeze_p, primitives.transpose_p,
+    }
+)  # fmt: skip
+
+
 def cost_of(what: Jaxpr | JaxprEqn) -> Cost:
     """Counts the work of a jaxpr (`program.closed.jaxpr`), or of one equation with all that it holds.
 
@@ -70,6 +78,24 @@ def cost_of(what: Jaxpr | JaxprEqn) -> Cost:
         return Cost(0.0, float(aval_of(what.outvars[0]).size), read, written)
     rule = _FLOPS.get(what.primitive)
     return Cost(float(rule(what)) if rule else 0.0, 0.0, read, written)
+
+
+def cost_behind(jaxpr: Jaxpr, leaves: Sequence[Var]) -> Cost:
+    """Returns the work of what reads anything that was made of trained leaves: gradients go back through all of it."""
+    own, made, cost = {*leaves}, set[Var](), Cost()
+    for equation in jaxpr.eqns:
+        inputs = {atom for atom in equation.invars if isinstance(atom, Var)}
+        if inputs & made:
+            cost += cost_of(equation)
+        elif inputs <= own and equation.primitive in _OTHER_FORMS:
+            own.update(equation.outvars)
+            continue
+        elif equation.primitive is scan_p and inputs & own:  # its first step has nothing before it
+            length = equation.params["length"]
+            cost += cost_of(equation) * ((length - 1) / length)
+        if inputs & (made | own):
+            made.update(equation.outvars)
+    return cost
 
 
 def _bytes(equation: JaxprEqn) -> tuple[float, float]:

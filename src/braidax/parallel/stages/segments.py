@@ -8,12 +8,10 @@ from typing import Any, Literal, NamedTuple, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Var, primitives
-from jax.extend.core.primitives import scan_p
 from jax.sharding import AbstractMesh
 
 from braidax.parallel.compute.accumulate import wide, wide_zeros
-from braidax.program import Cost, Stage, bytes_of, cost_of
+from braidax.program import Cost, Stage, bytes_of, cost_behind, cost_of
 from braidax.program.halving.loop_sums import adding_in_loops
 
 from .halved import Halved
@@ -48,13 +46,6 @@ class Segment:
     float_bytes: int
     leaves: Mapping[Any, int]
 
-
-_FORMS = frozenset(
-    {
-        primitives.broadcast_in_dim_p, primitives.convert_element_type_p, primitives.reshape_p, primitives.slice_p,
-        primitives.squeeze_p, primitives.transpose_p,
-    }
-)  # fmt: skip
 
 Backward = Literal["whole", "halves"]
 """How a backward pass is run."""
@@ -106,27 +97,9 @@ def counted(*, flops_per_second: float = 1e9, bytes_per_second: float = 1e9) -> 
         if any(map(is_float, stage.incoming)):
             return Seconds(once, once, once * any(trained))
         own = [one for one, moved in zip(jaxpr.invars, trained, strict=False) if moved]
-        return Seconds(once, 0.0, once * any(trained) + seconds(_cost_behind(jaxpr, own)))
+        return Seconds(once, 0.0, once * any(trained) + seconds(cost_behind(jaxpr, own)))
 
     return clock
-
-
-def _cost_behind(jaxpr: Jaxpr, leaves: Sequence[Var]) -> Cost:
-    """Returns the work of what reads anything that was made of trained leaves: gradients go back through all of it."""
-    own, made, cost = {*leaves}, set[Var](), Cost()
-    for equation in jaxpr.eqns:
-        inputs = {atom for atom in equation.invars if isinstance(atom, Var)}
-        if inputs & made:
-            cost += cost_of(equation)
-        elif inputs <= own and equation.primitive in _FORMS:
-            own.update(equation.outvars)
-            continue
-        elif equation.primitive is scan_p and inputs & own:  # its first step has nothing before it
-            length = equation.params["length"]
-            cost += cost_of(equation) * ((length - 1) / length)
-        if inputs & (made | own):
-            made.update(equation.outvars)
-    return cost
 
 
 def measured(*, num_runs: int = 5, backward: Backward = "whole") -> Clock:
