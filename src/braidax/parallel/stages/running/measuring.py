@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, final
@@ -129,19 +130,25 @@ class Measuring:
     def timed(self) -> Simulation:
         """Returns all that this process has done, in time. **Raises:** what devices have raised."""
         ends = {operation: done.result() for operation, (_, done) in self._noted.items()}
-        timed: list[tuple[Timed, ...]] = []
         here = {self._schedule.device_of_stage[one.stage] for one in self._noted}
-        for device, operations in enumerate(self._schedule.lists):
-            own, before = list[Timed](), 0.0
-            operations = operations if device in here else ()
-            for operation in (one for one in operations if one.kind in self._kinds):
-                needs = [ends[one] for one in (*self._needs.of(operation), *self._made.of(operation)) if one in ends]
-                dispatched = self._noted[operation][0] if operation in self._noted else 0.0
-                start = max(before, dispatched, *needs)
-                before = ends[operation] = max(ends.get(operation, 0.0), start)  # what gives nothing takes no time
-                own.append(Timed(operation, device, start, before))
-            timed.append(tuple(own))
-        return Simulation(self._schedule, self._costs, tuple(timed))
+        left = [
+            deque(one for one in operations if device in here and one.kind in self._kinds)
+            for device, operations in enumerate(self._schedule.lists)
+        ]
+        timed: list[list[Timed]] = [[] for _ in left]
+        missing = {one for operations in left for one in operations}
+        while missing:  # an end may be put off, to when the operation can have begun: before others are held to it
+            for device, operations in enumerate(left):
+                while operations and not missing.intersection(self._made.of(operations[0])):
+                    operation = operations.popleft()
+                    missing.remove(operation)
+                    before = timed[device][-1].end if timed[device] else 0.0
+                    needed = *self._needs.of(operation), *self._made.of(operation)
+                    dispatched = self._noted[operation][0] if operation in self._noted else 0.0
+                    start = max(before, dispatched, *(ends[one] for one in needed if one in ends))
+                    ends[operation] = max(ends.get(operation, 0.0), start)  # what gives nothing takes no time
+                    timed[device].append(Timed(operation, device, start, ends[operation]))
+        return Simulation(self._schedule, self._costs, tuple(map(tuple, timed)))
 
     def _note(self, operation: Operation, outputs: Any) -> None:
         if operation.kind not in (*self._kinds, *_RECEIVING):
