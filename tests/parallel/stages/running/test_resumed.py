@@ -112,7 +112,7 @@ def test_a_process_is_killed_and_the_run_goes_on_in_the_same_stages_or_others(tm
     step = make("ZB-V", 2)  # four stages, of which the last has no layer, in this process
     with Checkpointer(other / "saved", Every(1)) as saver:
         state, cursor = saver.restore((step.state_specs, Cursor(0, 0, 0)))
-    assert [piece.shape[0] for piece in state.params["layers"]] == [1, 4, 1]
+    assert [piece.shape[0] for piece in state.params["layers"]] == [2, 3, 1]
     with Checkpointer(tmp_path / "again", Every(1)) as saver:
         saver.save((state, cursor))
     same(read_all(tmp_path / "again" / "step-00000000"), before)
