@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from braidax.program import Cost, cost_of, trace
+from braidax.program import Cost, cost_behind, cost_of, trace
 from tests.support.program.losses import draw, ids
 
 FLOPS_WITHIN = 1.05
@@ -94,3 +94,22 @@ def test_of_a_table_only_the_rows_count() -> None:
 def test_costs_add_and_repeat() -> None:
     assert Cost(1, 2, 3, 4) + Cost(10, 20, 30, 40) == Cost(11, 22, 33, 44)
     assert Cost(1, 2, 3, 4) * 3 == Cost(3, 6, 9, 12)
+
+
+def test_what_lies_behind_leaves_is_all_that_reads_what_was_made_of_them() -> None:
+    def fn(one: Any, other: Any, x: Any) -> Any:
+        return jnp.tanh(jnp.sin(x) @ one.astype(jnp.float32).T) @ other
+
+    jaxpr = trace(fn, draw(5, 4).astype(jnp.bfloat16), draw(5, 6), draw(3, 4)).closed.jaxpr
+    first, second, _ = jaxpr.invars
+    behind = cost_behind(jaxpr, [first, second])
+    assert (behind.flops, behind.transcendentals) == (2 * 3 * 5 * 6, 3 * 5)  # a leaf's cast and turn are still leaves
+    assert cost_behind(jaxpr, [second]) == cost_behind(jaxpr, []) == Cost()
+
+
+def test_of_a_loop_over_leaves_all_steps_but_the_first_lie_behind_them() -> None:
+    def fn(weights: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, weights)[0]
+
+    jaxpr = trace(fn, draw(4, 3, 3), draw(2, 3)).closed.jaxpr
+    assert cost_behind(jaxpr, jaxpr.invars[:1]).flops == 3 * (2 * 2 * 3 * 3)

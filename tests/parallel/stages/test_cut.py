@@ -11,7 +11,7 @@ from braidax.errors import ArgumentError
 from braidax.parallel.stages.balance import Priced, Pricing, Span
 from braidax.parallel.stages.cut import CutLoss, cut, remembered
 from braidax.parallel.stages.segments import Seconds, counted, measured, segments_of
-from braidax.program import Chain, Stage, trace
+from braidax.program import Chain, Stage, cost_behind, cost_of, trace
 from tests.support.parallel.models import refused
 from tests.support.program.cutting.models import draw, gpt, layers, residual
 
@@ -84,10 +84,14 @@ def test_counted_seconds() -> None:
     chain = Chain(gpt(2).traced())
     first, *_, last = chain.stages(chain.borders())
     clock = counted(flops_per_second=1e12, bytes_per_second=1e3)
+    jaxpr = first.program.closed.jaxpr
+    costs = cost_of(jaxpr), cost_behind(jaxpr, jaxpr.invars[:2])  # what adds words and places
+    whole, behind = (one.read_bytes + one.written_bytes for one in costs)
+    assert 0 < behind < whole
     assert clock(first, 0).inputs == 0.0  # nothing comes in
     assert clock(last, 0).weights == 0.0  # it has no parameters
     assert clock(last, 0).inputs == clock(last, 0).forward > 0.0
-    assert clock(first, 0).weights >= clock(first, 0).forward
+    assert clock(first, 0).weights == pytest.approx((whole + behind) / 1e3)
     assert clock(first, 0).forward > 1e8 * counted(flops_per_second=1e12, bytes_per_second=1e12)(first, 0).forward
 
 

@@ -86,3 +86,11 @@ def test_what_is_held_between_the_halves() -> None:
     assert Halved(first).handed == ()
     came_back = 4 * 5 * 8 * 2 + 2  # of what goes through the layers, and of a mean
     assert Halved(first).kept_bytes == first.kept_bytes + came_back  # all of the way back is left
+
+
+def test_the_share_of_the_second_half_is_by_operations() -> None:
+    """A first stage sends nothing back; in a middle one each product has one for either half."""
+    assert Halved(Passes(stage_of("layers", 0))).weights_share > 0.8
+    wide = Chain(layers(3, 64).traced())
+    _, middle, _ = wide.stages(wide.borders())
+    assert Halved(Passes(middle)).weights_share == pytest.approx(0.5, abs=0.05)

@@ -21,6 +21,7 @@ from braidax.parallel.stages.schedules import (
     with_transfers,
     zero_bubble_h1,
 )
+from braidax.parallel.stages.schedules.dependencies import Dependencies
 
 
 def schedule_of(*lists: str, **options: Any) -> Schedule:
@@ -35,6 +36,18 @@ def schedule_of(*lists: str, **options: Any) -> Schedule:
         read.append(tuple(operations))
     count = 1 + max(x.microbatch for operations in read for x in operations if x.kind is Kind.FORWARD)
     return Schedule("test", count, straight(len(lists)), tuple(read), **options)
+
+
+@pytest.mark.parametrize("schedule", [one_forward_one_backward(4, 8), zero_bubble_h1(2, 6), gpipe(3, 4)])
+def test_what_is_made_is_sent_at_once(schedule: Schedule) -> None:
+    """Behind what makes it stand other transfers at most."""
+    made, needs = with_transfers(schedule, Costs.even(schedule.num_stages)), Dependencies(schedule)
+    for operations in made.lists:
+        last = operations[0]
+        for operation in operations:
+            if operation.kind in (Kind.SEND_F, Kind.SEND_B):
+                assert needs.of(operation)[0] == last
+            last = last if operation.is_transfer else operation
 
 
 @pytest.mark.parametrize(

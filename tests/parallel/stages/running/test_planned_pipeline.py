@@ -16,8 +16,10 @@ import braidax
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.planned.stages import PlannedPart
+from braidax.parallel.stages import planning
 from braidax.parallel.stages.schedules import Kind, Simulation, simulate, zero_bubble_h1
 from braidax.parallel.stages.schedules.dependencies import Dependencies
+from braidax.parallel.stages.segments import Clock, counted
 from braidax.report import Report
 from braidax.spans import Trace
 from tests.support.parallel.models import refused, specs
@@ -193,6 +195,21 @@ def test_what_does_not_fit_into_memory_is_refused_or_runs_again() -> None:
         planned(case, bx.Pipeline(clock="counted", memory_bytes=1000))
     with refused(ArgumentError, r"memory_bytes=\d+: device \d would hold \d+ bytes of parameters, .* schedule 'GPipe'"):
         planned(case, bx.Pipeline("GPipe", clock="counted", memory_bytes=room), microbatches=16)
+
+
+@pytest.mark.parametrize(("schedule", "backward"), [("1F1B", "whole"), ("ZB-H1", "halves"), ("searched", "halves")])
+def test_backward_passes_are_timed_as_the_schedule_runs_them(
+    schedule: str, backward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+
+    def clock(*, backward: str) -> Clock:
+        asked.append(backward)
+        return counted()
+
+    monkeypatch.setattr(planning, "measured", clock)
+    planned(looped(), bx.Pipeline(schedule))
+    assert {*asked} == {backward}
 
 
 def test_a_schedule_is_searched_for() -> None:

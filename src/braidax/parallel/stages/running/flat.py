@@ -47,6 +47,7 @@ class Flat:
         self._rows = [rows for rows, _ in groups]
         joined = {at for group in self._groups for at in group}
         self.turned = frozenset(turned) - joined
+        """Which arrays lie turned."""
         self._alone = [at for at in range(len(self.specs)) if at not in joined]
         self.dims = [*(0 if rows > 1 else None for rows in self._rows), *(dims[at] for at in self._alone)]
         """Of each buffer, which dim goes along samples."""

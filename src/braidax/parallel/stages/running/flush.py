@@ -49,8 +49,7 @@ class Flush:
                 )
         home = own.home
         # Memory of sums is given up where a gradient has the form of one.
-        places = [at for at, leaf in own.sums.alone_places if leaf not in own.sums.turned and self._is_gradient(leaf)]
-        self._given_up = places
+        self._given_up = [at for at, leaf in own.sums.alone_places if self._has_form_of_gradient(leaf)]
         others = [one for at, one in enumerate(own.sums_on) if at not in self._given_up]
         ins = ([own.sums_on[at] for at in self._given_up], others, home.whole)
         outs = tuple(one for one, spec in zip(on, specs, strict=True) if spec is not None)
@@ -73,7 +72,9 @@ class Flush:
         found = iter(self._means(given_up, [one for at, one in enumerate(sums) if at not in self._given_up], lent))
         return tuple(None if spec is None else next(found) for spec in self._specs)
 
-    def _is_gradient(self, leaf: int) -> bool:
+    def _has_form_of_gradient(self, leaf: int) -> bool:
+        if leaf in self._own.sums.turned:
+            return False
         pieces = {at: piece for at, piece, rows in self._places[0] if rows is None}
         sums, own = self._own.sums.specs[leaf], self._specs[pieces[leaf]] if leaf in pieces else None
         return own is not None and (own.shape, own.dtype) == (sums.shape, sums.dtype)

@@ -105,7 +105,6 @@ class Home:
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 return fn(*args)
 
-        run.__name__ = getattr(fn, "__name__", run.__name__).strip("_")  # in traces
         # What takes nothing would run on the first device of all.
         out = None if ins else self.whole
         return jax.jit(run, donate_argnums=donate, out_shardings=out, compiler_options=self._compiler_options)
