@@ -30,8 +30,8 @@ class Scale:
     timed `looks` times, then in `rounds`. `instances` of searches with `draws` each, and a heavy head on `devices`.
     `leaves`: of a dispatched stage, in `updates`. `held`: devices and microbatches of what is held by
     `schedules`. `planned`: BERT,
-    into `planned_stages`. `trained`: with all samples, in `microbatches`, or `few_microbatches`; in `turns`, behind
-    `warmup` steps.
+    into `planned_stages`. `trained`: with all samples, in `microbatches`, or `few_microbatches`, which are
+    `longer` where each operation is timed; in `turns`, behind `warmup` steps.
     """
 
     programs: dict[str, tuple[Callable[[], Program], float, Sequence[int]]]
@@ -49,6 +49,7 @@ class Scale:
     trained: Shape
     microbatches: int
     few_microbatches: int
+    longer: int
     turns: int
     warmup: int
 
@@ -77,6 +78,7 @@ FULL = Scale(
     trained=_kept(256, 256, 8, 64, 2 * 16),  # bytes: so light a head that who cuts by hand is balanced
     microbatches=16,
     few_microbatches=4,
+    longer=4,  # operations of 40 to 100 ms: on a busy core the end of one is seen a tick late, which is 4 ms
     turns=7,
     warmup=3,
 )
@@ -96,6 +98,7 @@ QUICK = Scale(
     trained=_kept(64, 64, 2, 8, 4),
     microbatches=4,
     few_microbatches=2,
+    longer=1,
     turns=1,
     warmup=2,
 )
@@ -157,7 +160,8 @@ def _steps(report: Report, scale: Scale, spectrax: Path) -> None:
 
 def _bubble(report: Report, scale: Scale, _: Path) -> None:
     count = scale.few_microbatches
-    shape = _kept(*_sizes(scale.trained), scale.trained.batch * count // scale.microbatches)
+    samples = scale.longer * scale.trained.batch // scale.microbatches
+    shape = _kept(*_sizes(scale.trained), samples * count)
     bubble.bubbles(report, shape, microbatches=count, rounds=scale.turns, warmup=scale.warmup)
 
 

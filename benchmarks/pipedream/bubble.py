@@ -57,7 +57,8 @@ def waiting(operations: Sequence[Timed]) -> float:
 def costs(schedule: Schedule, operations: Sequence[Timed]) -> Costs:
     """Returns what the operations of a step took, on the mean of each kind and stage.
 
-    A transfer counts where a device stood still until it was there, from the end of the operation that made it.
+    A transfer counts where a device stood still until it was there, and had when it was made, from the end of the
+    operation that made it: the others were hidden, and a device that computes sees late that something has come.
     """
     num_stages = schedule.num_stages
     seconds: dict[tuple[Kind, int], list[float]] = {}
@@ -70,7 +71,7 @@ def costs(schedule: Schedule, operations: Sequence[Timed]) -> Costs:
         own = sorted((one for one in operations if one.device == device), key=lambda one: one.start)
         for before, one in pairwise(own):
             for need in dependencies.of(one.operation):
-                if need.stage != one.operation.stage and one.start > before.end:
+                if need.stage != one.operation.stage and one.start > before.end and ends[need] >= before.end:
                     transfers[min(need.stage, one.operation.stage)].append(one.start - ends[need])
 
     def mean(*kinds: Kind) -> tuple[float, ...]:

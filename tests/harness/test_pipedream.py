@@ -13,7 +13,7 @@ from benchmarks.pipedream.cuts import Cuts
 from benchmarks.pipedream.group import Failed, group
 from benchmarks.pipedream.programs import gpt_program
 from benchmarks.pipedream.searches import joined
-from braidax.parallel.stages.schedules import Costs, simulate
+from braidax.parallel.stages.schedules import Costs, Kind, Timed, simulate
 
 TOLD = "tests.support.harness.told"
 
@@ -46,6 +46,16 @@ def test_what_waits_is_what_does_not_compute_from_the_first_to_the_last_operatio
     found = bubble.costs(whole.schedule, [one for own in whole.timed for one in own])
     assert found.input_seconds == (2.0, 2.0)
     assert found.weight_seconds == (0.0, 0.0)
+
+
+def test_a_transfer_takes_what_a_device_stood_still_for_it_from_its_beginning_to_its_end() -> None:
+    """The second activation is there at 2.25, while the second stage computes: that is seen at 4.5, and waited for."""
+    times = {"0F0": (0, 1), "0F1": (1, 2), "0B0": (4.25, 6), "0B1": (7.75, 9.5)}
+    times |= {"1F0": (1.25, 2), "1B0": (2, 4), "1F1": (4.5, 5.5), "1B1": (5.5, 7.5)}
+    schedule = searches.NAMED["1F1B"](2, 2)
+    computed = [one for one in schedule.operations() if one.kind is not Kind.UPDATE]
+    operations = [Timed(one, one.stage, *times[str(one)]) for one in computed]
+    assert bubble.costs(schedule, operations).transfer_seconds == (0.25,)
 
 
 def test_stages_are_joined_with_their_transfers() -> None:

@@ -13,8 +13,10 @@ from .segments import Clock, Seconds, Segment, counted, measured, segments_of, s
 
 _MOST_ROUNDS = 6
 _LOOKS = 2  # at the seconds of a stage
+_DOUBTED = 1.1  # times what the segments of a stage take: it is looked at more often
 _MORE_LOOKS = 3  # at stages of cuts that are about as good
 _ABOUT = 1.05  # times the slowest stage of the best
+_NORM = 32  # two stages as slow as each other count as one that is 2 % slower: what times differ by from run to run
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,10 @@ def cut(
     """Cuts a traced loss into stages, so that the slowest takes least.
 
     Segments between the places where few values go over are timed, equal ones once; a dynamic program puts them into
-    stages; these are timed themselves, segments are corrected so that they add up to that, and it runs again until it
-    finds a cut that it has found before. Of all that were found those that are about as good are timed in turns.
+    stages; these are timed themselves, once more where they take much longer than their segments, as they do while the
+    machine is slow for a while; segments are corrected so that they add up to that, and it runs again until it
+    finds a cut that it has found before. Of all that were found those that are about as good are timed in turns, and of
+    these the one with the fewest different stages about as slow is taken: any of them may be slower than it was seen.
 
     **Arguments:** `program`: the loss; its first output is differentiated, its last argument is the batch.
     `num_stages`: that there are to be. `cuts`: instead, the names of `jax.named_scope`s before which to cut.
@@ -91,14 +95,14 @@ def cut(
     roughly = segments_of(segments, counted())
     balance(Priced(roughly, pricing), num_stages, num_devices)  # what cannot be is refused before anything is timed
     clock = remembered(clock or measured())
-    timed = segments_of(segments, clock)
+    timed = first = segments_of(segments, clock)
     stages: dict[tuple[Span, ...], tuple[Stage, ...]] = {}
     for _ in range(_MOST_ROUNDS):
         spans = balance(Priced(timed, pricing), num_stages, num_devices)
         if spans in stages:
             break
         stages[spans] = chain.stages([borders[span.begin - 1] for span in spans[1:]])
-        timed = _corrected(timed, spans, segments_of(stages[spans], clock))
+        timed = _corrected(timed, spans, _surely_timed(stages[spans], spans, first, clock))
 
     def told(spans: tuple[Span, ...]) -> CutLoss:
         whole = segments_of(stages[spans], clock)
@@ -111,7 +115,7 @@ def cut(
     if len(close) > 1:
         clock.look_again([one for spans in close for one in stages[spans]], times=_MORE_LOOKS)
         found = {spans: told(spans) for spans in close}
-    return min(found.values(), key=lambda one: one.slowest_seconds)
+    return min(found.values(), key=_expected_slowest)
 
 
 def _check_mixing(program: Program, num_microbatches: int) -> None:
@@ -159,6 +163,27 @@ class Remembered:
 def remembered(clock: Clock) -> Remembered:
     """Returns a clock that remembers: the same one if it does."""
     return clock if isinstance(clock, Remembered) else Remembered(clock)
+
+
+def _surely_timed(
+    stages: Sequence[Stage], spans: Sequence[Span], segments: Sequence[Segment], clock: Remembered
+) -> tuple[Segment, ...]:
+    """Returns stages as segments, those that took much longer than theirs timed once more."""
+    found = segments_of(stages, clock)
+    expected = [sum(one.seconds.total for one in segments[span.begin : span.end]) for span in spans]
+    each = zip(stages, found, expected, strict=True)
+    doubted = [stage for stage, one, seconds in each if one.seconds.total > _DOUBTED * seconds]
+    if not doubted:
+        return found
+    clock.look_again(doubted, times=_LOOKS)
+    return segments_of(stages, clock)
+
+
+def _expected_slowest(found: CutLoss) -> float:
+    """Returns a norm of the seconds of different stages; those that compute the same are as slow as each other."""
+    each, slowest = zip(found.stages, found.replicas, found.costs, strict=True), found.slowest_seconds
+    different = {(stage.told(), replicas): cost.seconds for stage, replicas, cost in each}
+    return slowest * sum((seconds / slowest) ** _NORM for seconds in different.values()) ** (1 / _NORM)
 
 
 def _corrected(segments: Sequence[Segment], spans: Sequence[Span], stages: Sequence[Segment]) -> tuple[Segment, ...]:

@@ -201,7 +201,7 @@ class Pipelined:
         with span(*OPERATIONS):
             run.all(self._order)
         results = self._results_of(run, held)
-        return Found(self._means(run.sums), held, results)
+        return Found(self._means([*map(run.sums, range(len(self.homes)))]), held, results)
 
     def updated(
         self,

@@ -8,6 +8,7 @@ import jax
 from braidax.parallel.stages.passes import is_float
 from braidax.parallel.stages.schedules import Kind, Operation
 
+from .home import Home
 from .sending.route import Way
 from .stage_programs import StagePrograms
 from .updating.under_way import Updating
@@ -60,7 +61,8 @@ class Run:
         self.variables: list[list[Any]] = []
         self.replaced: list[list[int | None]] = []
         self.results: list[list[Any]] = [[] if one.home.is_here else [one.absent_results] * count for one in programs]
-        self.sums: list[Any] = [one.zeros() for one in programs]
+        first = programs[0].home  # the others stand still at the beginning, and this one before its first gradients
+        self._sums: list[Any] = [None if one.home is first else one.zeros() for one in programs]
         self._given: dict[tuple[int, int], Any] = {}
         self._kept: dict[tuple[int, int], Any] = {}
         self._held: dict[tuple[int, int], Any] = {}
@@ -73,6 +75,7 @@ class Run:
         self.observe: Observer | None = None
         self.updating: Updating | None = None
         self._now: Operation | None = None
+        self._unobserved: dict[Home, list[tuple[Operation, Any]]] = {}
 
     def all(self, order: Sequence[Operation]) -> None:
         """Dispatches what this process has a part in.
@@ -93,10 +96,19 @@ class Run:
         updating = self.updating
         for one in order:
             if self._programs[one.stage].home.is_here and (updating is not None or one.kind is not Kind.UPDATE):
+                if not one.is_transfer:
+                    self._observe([self._programs[one.stage].home])
                 self._now = one
                 do[one.kind](one.stage, one.microbatch)
             for version in () if updating is None else updating.given_up(one):
                 self._params[one.stage].pop(version, None)
+        self._observe([*self._unobserved])
+
+    def sums(self, stage: int) -> Any:
+        """Returns the gradients of a stage, added up so far."""
+        if self._sums[stage] is None:
+            self._sums[stage] = self._programs[stage].zeros()
+        return self._sums[stage]
 
     def _forward(self, stage: int, each: int) -> None:
         own, at = self._programs[stage], (stage, each)
@@ -141,10 +153,10 @@ class Run:
         own, at = self._programs[stage], (stage, each)
         moved, others = self._held.pop(at)
         given, kept, gradients = self._given.pop(at), self._kept.pop(at), self._gradients.pop(at, ())
-        sums = self.sums[stage]
-        self.sums[stage], sent = own.backward(sums, moved, others, self._seen(stage, each), given, kept, gradients)
+        sums = self.sums(stage)
+        self._sums[stage], sent = own.backward(sums, moved, others, self._seen(stage, each), given, kept, gradients)
         self._send(stage, each, sent)
-        self._wait(own, stage, sent or self.sums[stage])
+        self._wait(own, stage, sent or self._sums[stage])
 
     def _inputs(self, stage: int, each: int) -> None:
         own, at = self._programs[stage], (stage, each)
@@ -159,14 +171,14 @@ class Run:
         own, at = self._programs[stage], (stage, each)
         left, given = self._left.pop(at), self._given.pop(at)
         if own.specs:
-            self.sums[stage] = own.weights(self.sums[stage], left, self._seen(stage, each), given)
-            self._wait(own, stage, self.sums[stage])
+            self._sums[stage] = own.weights(self.sums(stage), left, self._seen(stage, each), given)
+            self._wait(own, stage, self._sums[stage])
 
     def _update(self, stage: int, number: int) -> None:
         assert self.updating is not None, "it is asked for updates"
         own = self._programs[stage]
-        self._params[stage][number + 1], self.sums[stage] = self.updating.update(stage, self.sums[stage])
-        self._wait(own, stage, self.sums[stage])
+        self._params[stage][number + 1], self._sums[stage] = self.updating.update(stage, self.sums(stage))
+        self._wait(own, stage, self._sums[stage])
 
     def _seen(self, stage: int, each: int) -> list[Any]:
         """Returns the weights that a microbatch sees."""
@@ -185,7 +197,18 @@ class Run:
                 self._ahead[stage] = 0
                 jax.block_until_ready(outputs)
 
-    def _observed(self, outputs: Any) -> Any:
+    def _observed(self, outputs: Any) -> None:
         if self.observe is not None and self._now is not None:
-            self.observe(self._now, outputs)
-        return outputs
+            home = self._programs[self._now.stage].home
+            self._unobserved.setdefault(home, []).append((self._now, outputs))
+
+    def _observe(self, homes: Sequence[Home]) -> None:
+        """Tells of what was dispatched there last, before memory of its outputs is taken over.
+
+        What sends them is dispatched before that: of what waits for an array the only thread that XLA has on a core
+        goes on with what came first, and then with all computations that are in line behind what observes.
+        """
+        for home in homes:
+            for operation, outputs in self._unobserved.pop(home, ()):
+                assert self.observe is not None, "it is what notes them"
+                self.observe(operation, outputs)
