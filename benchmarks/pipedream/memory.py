@@ -1,6 +1,6 @@
 """Activations that the executor holds, beside the formulas of the schedules' papers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -100,17 +100,18 @@ def _kept_by_vjp(stage: Stage) -> int:
 
 
 class _Held:
-    """Counts bytes on devices behind each program."""
+    """Counts bytes on devices behind each program, but for sums of gradients and what is there before the first one."""
 
     def __init__(self, devices: Any) -> None:
         self._devices = devices
-        self._before: Mapping[Any, int] | None = None
+        self._before: dict[Any, int] | None = None
         self._peaks = dict.fromkeys(devices, 0)
 
     def watch(self, programs: Any) -> None:
         """Counts behind each of a stage's passes from now on."""
         for name in _PASSES:
             setattr(programs, name, self._counted(getattr(programs, name)))
+        programs.zeros = self._left_out(programs.zeros)
 
     def peak(self, device: Any) -> int:
         """Returns the most bytes that were held at once."""
@@ -126,6 +127,18 @@ class _Held:
             return made
 
         return counted
+
+    def _left_out(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        def left_out() -> Any:
+            made = run()
+            if self._before is None:
+                return made
+            for array in jax.tree.leaves(made):
+                for device in array.devices():
+                    self._before[device] += array.nbytes
+            return made
+
+        return left_out
 
     def _now(self) -> dict[Any, int]:
         found = dict.fromkeys(self._devices, 0)

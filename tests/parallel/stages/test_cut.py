@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import braidax.parallel.stages.segments as segments_module
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.balance import Priced, Pricing, Span
 from braidax.parallel.stages.cut import CutLoss, cut, remembered
@@ -186,19 +185,6 @@ def test_measured_seconds_of_the_passes() -> None:
     assert seconds.forward > 0.0
     assert seconds.inputs > 0.0
     assert 1e-6 < seconds.total < 5.0
-
-
-@pytest.mark.parametrize(("look_seconds", "runs"), [(60.0, 8), (0.0, 2)])
-def test_short_passes_are_timed_more_often_than_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, look_seconds: float, runs: int
-) -> None:
-    """Each pass, the first one and the whole way back, and once more than it counts."""
-    calls, timed = list[Any](), segments_module._timed
-    monkeypatch.setattr(segments_module, "_LOOK_SECONDS", look_seconds)
-    monkeypatch.setattr(segments_module, "_timed", lambda run, *args: calls.append(run) or timed(run, *args))
-    (stage,) = Chain(layers(1, 8).traced()).stages(())
-    assert measured(num_runs=2)(stage, 0).total > 0
-    assert [calls.count(run) for run in dict.fromkeys(calls)] == [runs + 1] * 2
 
 
 def test_cuts_by_name_and_what_is_printed() -> None:

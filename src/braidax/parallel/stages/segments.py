@@ -17,9 +17,6 @@ from braidax.program.halving.loop_sums import adding_in_loops
 from .halved import Halved
 from .passes import Passes, is_float
 
-_LOOK_SECONDS = 1.0
-_MOST_TIMES = 4  # as many runs as are asked for, of what is short
-
 
 class Seconds(NamedTuple):
     """How long the passes of a stage take on one microbatch: forward, and what goes back to inputs and to weights."""
@@ -111,8 +108,7 @@ def measured(*, num_runs: int = 5, backward: Backward = "whole") -> Clock:
     They are those that a pipeline runs: forward, and the backward pass, which adds to sums. Values are drawn at random.
     Of all runs the shortest counts, since what else a machine does only adds.
 
-    **Arguments:** `num_runs`: of each pass, at least; of short ones as many as a second has, up to four times these.
-    `backward`: whether the whole pass is timed, and divided among inputs and weights by the operations
+    **Arguments:** `backward`: whether the whole pass is timed, and divided among inputs and weights by the operations
     that each takes; or its halves, as schedules run them that put off the second one, and which may take longer.
     """
 
@@ -149,10 +145,7 @@ class _Timer:
         self._adding = jax.jit(made, donate_argnums=0)
 
     def seconds(self, num_runs: int) -> Seconds:
-        """Runs the passes, once more than it times them; values are given up behind that.
-
-        **Arguments:** `num_runs`: at least, of each.
-        """
+        """Runs the passes, once more than it times them; values are given up behind that."""
         *taken, incoming = drawn(self._stage.program.in_specs)
         made = self._forward(taken, incoming)
         back = [taken, incoming, made.kept, [jnp.ones_like(one) for one in made.outgoing if is_float(one)]]
@@ -161,10 +154,7 @@ class _Timer:
         is_whole = self._backward == "whole"
         given = back if is_whole else self._left(back)
         forward, inputs, adding = list[float](), list[float](), list[float]()
-        begun = time.perf_counter()
-        for run in range(_MOST_TIMES * num_runs + 1):
-            if run > num_runs and time.perf_counter() - begun > _LOOK_SECONDS:
-                break
+        for _ in range(num_runs + 1):
             forward.append(_timed(self._forward, taken, incoming)[0])
             inputs.append(_timed(self._inputs, *back)[0] if self._sends_back and not is_whole else 0.0)
             seconds, (sums, _) = _timed(self._adding, sums, *given) if sums or is_whole else (0.0, (sums, None))

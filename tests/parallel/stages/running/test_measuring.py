@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,10 +27,22 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
+def _noting(measuring: Measuring) -> Callable[[Operation, Any], None]:
+    """Looks at once at what an operation gives."""
+    observe = measuring.begin()
+
+    def note(operation: Operation, outputs: Any) -> None:
+        look = observe(operation, outputs)
+        assert look is not None
+        look()
+
+    return note
+
+
 def test_an_operation_begins_when_what_another_process_sent_is_there(sent: threading.Event) -> None:
     """The passes themselves are done at once; what the first one received comes later."""
     measuring = Measuring(with_transfers(one_forward_one_backward(2, 1)), Costs.even(2))
-    note = measuring.begin()
+    note = _noting(measuring)
     note(Operation(Kind.RECV_F, 1, 0), (jnp.full(2, ON_ITS_WAY),))
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         note(Operation(kind, 1, 0), (jnp.zeros(2),))
@@ -45,7 +58,7 @@ def test_an_operation_begins_when_what_another_process_sent_is_there(sent: threa
 def test_what_needs_an_operation_begins_behind_it_where_that_is_put_off(sent: threading.Event) -> None:
     """What the second stage received is noted late, when passes of both stages have ended."""
     measuring = Measuring(with_transfers(one_forward_one_backward(2, 1)), Costs.even(2))
-    note = measuring.begin()
+    note = _noting(measuring)
     note(Operation(Kind.FORWARD, 0, 0), (jnp.zeros(2),))
     note(Operation(Kind.RECV_F, 1, 0), (jnp.full(2, ON_ITS_WAY),))
     for kind, stage in ((Kind.FORWARD, 1), (Kind.BACKWARD, 1), (Kind.BACKWARD, 0)):

@@ -1,6 +1,7 @@
 """In which order a batch is dispatched."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,7 +37,11 @@ def test_what_is_sent_is_on_its_way_before_somebody_looks_at_it(monkeypatch: pyt
             events.append(("sent", None))
         return send(route, arrays)
 
-    def observed(operation: Operation, outputs: Any) -> None:
+    def observed(operation: Operation, outputs: Any) -> Callable[[], None]:
+        events.append(("dispatched", operation))
+        return partial(look, operation, outputs)
+
+    def look(operation: Operation, outputs: Any) -> None:
         assert not any(one.is_deleted() for one in jax.tree.leaves(outputs))
         events.append(("observed", operation))
 
@@ -45,6 +50,7 @@ def test_what_is_sent_is_on_its_way_before_somebody_looks_at_it(monkeypatch: pyt
     gradients_of(run, case)
     sends = [one for one in run._order if one.kind in (Kind.SEND_F, Kind.SEND_B)]
     computed = [one for one in run._order if one not in sends and one.kind is not Kind.UPDATE]
+    assert [what for name, what in events if name == "dispatched"] == computed
     assert sorted(what for name, what in events if name == "observed") == sorted(computed)
     places = [at for at, (name, _) in enumerate(events) if name == "sent"]
     assert len(places) == 8

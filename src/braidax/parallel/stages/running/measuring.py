@@ -15,6 +15,7 @@ from braidax.parallel.stages.schedules.dependencies import Dependencies
 from braidax.spans import Span, Trace
 
 from .executor import Pipelined
+from .run import Observer
 
 _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 _RECEIVING = (Kind.RECV_F, Kind.RECV_B)
@@ -117,7 +118,7 @@ class Measuring:
         self._noted: dict[Operation, tuple[float, Future[float]]] = {}
         self.begun = 0.0
 
-    def begin(self) -> Callable[[Operation, Any], None]:
+    def begin(self) -> Observer:
         """Returns what is called with each operation that is dispatched, and its outputs."""
         self._waiting, self._noted, self.begun = {}, {}, time.perf_counter()
         return self._note
@@ -150,10 +151,12 @@ class Measuring:
                     timed[device].append(Timed(operation, device, start, ends[operation]))
         return Simulation(self._schedule, self._costs, tuple(map(tuple, timed)))
 
-    def _note(self, operation: Operation, outputs: Any) -> None:
+    def _note(self, operation: Operation, outputs: Any) -> Callable[[], None] | None:
         if operation.kind not in (*self._kinds, *_RECEIVING):
-            return
-        dispatched = time.perf_counter() - self.begun
+            return None
+        return functools.partial(self._look, operation, outputs, time.perf_counter() - self.begun)
+
+    def _look(self, operation: Operation, outputs: Any, dispatched: float) -> None:
         arrays = [one for one in jax.tree.leaves(outputs) if isinstance(one, jax.Array) and one.size]
         tokens = [_taking()(min(arrays, key=lambda one: one.size).addressable_shards[0].data)] if arrays else []
         place = self._schedule.device_of_stage[operation.stage], operation.kind in _RECEIVING

@@ -13,8 +13,13 @@ from .sending.route import Way
 from .stage_programs import StagePrograms
 from .updating.under_way import Updating
 
-Observer = Callable[[Operation, Any], None]
-"""Is called with each computation once it is dispatched, and arrays that it gives."""
+Observer = Callable[[Operation, Any], Callable[[], None] | None]
+"""Is called with each computation once it is dispatched, and arrays that it gives.
+
+What it returns is called when these are being sent, before the device computes on, which may take over their memory. A
+look at them that is dispatched before holds back what is sent: of what waits for an array the only thread that XLA has
+on a core goes on with what came first, and then with all computations that are in line behind it.
+"""
 
 _MOST_AHEAD = 8
 """Programs that several CPU devices of one stage have not done: XLA ends the process where they are too many."""
@@ -75,7 +80,7 @@ class Run:
         self.observe: Observer | None = None
         self.updating: Updating | None = None
         self._now: Operation | None = None
-        self._unobserved: dict[Home, list[tuple[Operation, Any]]] = {}
+        self._looks: dict[Home, list[Callable[[], None]]] = {}
 
     def all(self, order: Sequence[Operation]) -> None:
         """Dispatches what this process has a part in.
@@ -97,12 +102,12 @@ class Run:
         for one in order:
             if self._programs[one.stage].home.is_here and (updating is not None or one.kind is not Kind.UPDATE):
                 if not one.is_transfer:
-                    self._observe([self._programs[one.stage].home])
+                    self._look([self._programs[one.stage].home])
                 self._now = one
                 do[one.kind](one.stage, one.microbatch)
             for version in () if updating is None else updating.given_up(one):
                 self._params[one.stage].pop(version, None)
-        self._observe([*self._unobserved])
+        self._look([*self._looks])
 
     def sums(self, stage: int) -> Any:
         """Returns the gradients of a stage, added up so far."""
@@ -199,16 +204,11 @@ class Run:
 
     def _observed(self, outputs: Any) -> None:
         if self.observe is not None and self._now is not None:
-            home = self._programs[self._now.stage].home
-            self._unobserved.setdefault(home, []).append((self._now, outputs))
+            look = self.observe(self._now, outputs)
+            if look is not None:
+                self._looks.setdefault(self._programs[self._now.stage].home, []).append(look)
 
-    def _observe(self, homes: Sequence[Home]) -> None:
-        """Tells of what was dispatched there last, before memory of its outputs is taken over.
-
-        What sends them is dispatched before that: of what waits for an array the only thread that XLA has on a core
-        goes on with what came first, and then with all computations that are in line behind what observes.
-        """
+    def _look(self, homes: Sequence[Home]) -> None:
         for home in homes:
-            for operation, outputs in self._unobserved.pop(home, ()):
-                assert self.observe is not None, "it is what notes them"
-                self.observe(operation, outputs)
+            for look in self._looks.pop(home, ()):
+                look()
