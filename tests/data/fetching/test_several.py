@@ -256,6 +256,8 @@ def test_fewer_are_read_at_once_where_there_are_many_leaves_or_other_processes(m
     loader = DataLoader(from_arrays({"x": np.zeros((64, 256), np.float32)}), batch_size=8)
     given = loader.source, loader._plan, loader.knobs, loader._prefetch
     assert several.how_far(*given, num_begun=10**4) == (32, 96)
+    begins = [several.how_far(*given, num_begun=num).at_once for num in (0, 255, 256, 511, 512)]
+    assert begins == [8, 8, 16, 16, 32]  # who asks for one batch gets it before 96 are read
     assert several.how_far(*given, num_begun=10**4, is_alone=False) == (8, 24)
     for num_leaves, at_once in ((8, 32), (12, 16), (40, 8)):
         loader = DataLoader(

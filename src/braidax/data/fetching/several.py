@@ -21,7 +21,7 @@ _FIRST_BYTES = 4 << 20  # at the beginning of a pass: to touch memory first take
 _SHARE = 16  # of what a pass has read, as much is read at once
 _MOST = 32
 _MOST_ARRAYS = 256  # that are made of what is read at once: a program that makes more takes long to compile
-_FEWEST = 8  # where there are many leaves, or other processes: these hear of an error by as many batches later
+_FEWEST = 8  # at the beginning, where there are many leaves, or other processes: these hear of errors as much later
 _STRETCHES = 3  # in flight: two that are read, one that is used; one thread reads but one
 
 Draw = Callable[[Cursor, int], tuple[Source, NDArray[np.int64]]]
@@ -53,7 +53,8 @@ def how_far(
     """
     num_bytes = max(plan.at_once.num_bytes, 1)
     at_once = min(_MOST_BYTES, max(_FIRST_BYTES, num_begun * num_bytes // _SHARE)) // num_bytes
-    limit = max(_FEWEST, min(_MOST, _MOST_ARRAYS // len(plan.leaves))) if is_alone else _FEWEST
+    most = min(_MOST, num_begun // _SHARE, _MOST_ARRAYS // len(plan.leaves)) if is_alone else 0
+    limit = max(_FEWEST, most)
     most = 1 << min(limit, at_once).bit_length() >> 1  # a power of two: each growth is memory anew
     if most < 2 or not plan.at_once.stacks or knobs.hedge_seconds == 0 or not is_at_hand(source):
         return Ahead(1, prefetch)
