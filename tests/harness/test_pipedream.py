@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.harness import Report
 from benchmarks.harness.gpt2 import Shape
-from benchmarks.pipedream import bubble, searches
+from benchmarks.pipedream import bubble, memory, searches
 from benchmarks.pipedream.cuts import Cuts
 from benchmarks.pipedream.group import Failed, group
 from benchmarks.pipedream.programs import gpt_program
@@ -56,6 +56,15 @@ def test_a_transfer_takes_what_a_device_stood_still_for_it_from_its_beginning_to
     computed = [one for one in schedule.operations() if one.kind is not Kind.UPDATE]
     operations = [Timed(one, one.stage, *times[str(one)]) for one in computed]
     assert bubble.costs(schedule, operations).transfer_seconds == (0.25,)
+
+
+def test_sums_are_no_activations_wherever_they_begin() -> None:
+    """Those of the first device begin behind its first passes; of them alone 1F1B would hold more than its formula."""
+    found = _report()
+    memory.memory(found, ("1F1B",), width=16, samples=4, num_devices=2, microbatches=2)
+    held, formula, planned = (row.values[0] for row in found.rows)
+    assert 0 < held <= formula
+    assert planned == pytest.approx(held, rel=0.1)
 
 
 def test_stages_are_joined_with_their_transfers() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.balance import Priced, Pricing, Span
-from braidax.parallel.stages.cut import CutLoss, cut, remembered
+from braidax.parallel.stages.cut import CutLoss, _expected_slowest, cut, remembered
 from braidax.parallel.stages.segments import Seconds, counted, measured, segments_of
 from braidax.program import Chain, Stage, cost_behind, cost_of, trace
 from tests.support.parallel.models import refused
@@ -20,6 +20,11 @@ CASES = {"layers": layers(9), "gpt": gpt(8), "residual": residual()}
 
 def refusing(stage: Stage, params: int) -> Seconds:
     raise AssertionError("nothing is timed")
+
+
+def layers_of(stage: Stage) -> tuple[int, ...]:
+    """The numbers of the layers that a stage of `layers` has."""
+    return tuple(sorted(int(leaf.name[1:]) for leaf in stage.leaves if leaf.name.startswith("w")))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +140,7 @@ def test_cuts_that_are_about_as_good_are_timed_in_turns() -> None:
     seconds = {(0,): 2.0, (1,): 0.1, (2,): 0.1, (3,): 1.9, (0, 1): 2.0, (2, 3): 2.0, (1, 2, 3): 2.2}
 
     def clock(stage: Stage, params: int) -> Seconds:
-        own = tuple(sorted(int(leaf.name[1:]) for leaf in stage.leaves if leaf.name.startswith("w")))
+        own = layers_of(stage)
         order.append(own)
         return Seconds(2.25 if own == (0, 1) and order.count(own) <= 2 else seconds[own], 0.0, 0.0)
 
@@ -152,7 +157,7 @@ def test_a_stage_that_takes_much_longer_than_its_segments_is_timed_again() -> No
     order = list[tuple[int, ...]]()
 
     def clock(stage: Stage, params: int) -> Seconds:
-        own = tuple(sorted(int(leaf.name[1:]) for leaf in stage.leaves if leaf.name.startswith("w")))
+        own = layers_of(stage)
         order.append(own)
         is_slow = len(own) == 2 and order.count(own) <= 2
         return Seconds(1.6 * len(own) if is_slow else float(len(own)), 0.0, 0.0)
@@ -162,17 +167,35 @@ def test_a_stage_that_takes_much_longer_than_its_segments_is_timed_again() -> No
     assert {own: order.count(own) for own in order} == {(0,): 2, (2,): 2, (3,): 2, (0, 1): 4, (2, 3): 4}
 
 
+def test_a_stage_that_does_take_longer_than_its_segments_is_timed_again_once() -> None:
+    """The first two of five layers are a stage of two cuts that are tried, which are timed in turns at the end."""
+    order = list[tuple[int, ...]]()
+
+    def clock(stage: Stage, params: int) -> Seconds:
+        order.append(layers_of(stage))
+        return Seconds(1.5 * len(order[-1]) if len(order[-1]) > 1 else 1.0, 0.0, 0.0)
+
+    cut(layers(5).traced(), 3, pricing=Pricing(2), clock=clock)
+    assert order.count((0, 1)) == 2 + 2 + 3
+
+
 def test_of_cuts_that_are_about_as_good_one_with_fewer_slow_stages_is_taken() -> None:
     """One layer and three take 2.36 and 2.38 s, three and one 2.40 and 1.2: the former are rarely both that fast."""
     seconds = {(0,): 2.36, (1,): 1e-3, (2,): 1e-3, (3,): 1.2, (1, 2, 3): 2.38, (0, 1, 2): 2.4}
 
     def clock(stage: Stage, params: int) -> Seconds:
-        own = tuple(sorted(int(leaf.name[1:]) for leaf in stage.leaves if leaf.name.startswith("w")))
-        return Seconds(seconds[own], 0.0, 0.0)
+        return Seconds(seconds[layers_of(stage)], 0.0, 0.0)
 
     found = cut(layers(4).traced(), 2, pricing=Pricing(2), clock=clock)
     assert found.slowest_seconds == pytest.approx(2.4)
     assert found.seconds[1].total == pytest.approx(1.2)
+
+
+def test_stages_that_compute_the_same_count_as_one_slow_stage() -> None:
+    """Of six layers that take as long the four in the middle do."""
+    found = cut(layers(6).traced(), 6, pricing=Pricing(2), clock=lambda stage, params: Seconds(1.0, 0.0, 0.0))
+    assert found.slowest_seconds == 1.0
+    assert _expected_slowest(found) == pytest.approx(3 ** (1 / 32))
 
 
 def test_measured_seconds_of_the_passes() -> None:

@@ -152,6 +152,10 @@ class Remembered:
             own.append(self._clock(stage, params))
         return shortest(own)
 
+    def num_looks(self, stage: Stage, params: int = 0) -> int:
+        """Returns how often a stage was timed."""
+        return len(self._known.get((stage.told(), params), ()))
+
     def look_again(self, stages: Sequence[Stage], params: int = 0, *, times: int) -> None:
         """Times stages once more, those that compute the same as one, all of them in turns."""
         alike = {stage.told(): stage for stage in stages}
@@ -168,11 +172,12 @@ def remembered(clock: Clock) -> Remembered:
 def _surely_timed(
     stages: Sequence[Stage], spans: Sequence[Span], segments: Sequence[Segment], clock: Remembered
 ) -> tuple[Segment, ...]:
-    """Returns stages as segments, those that took much longer than theirs timed once more."""
+    """Returns stages as segments; those that took much longer than theirs are timed once more, the first time."""
     found = segments_of(stages, clock)
     expected = [sum(one.seconds.total for one in segments[span.begin : span.end]) for span in spans]
     each = zip(stages, found, expected, strict=True)
-    doubted = [stage for stage, one, seconds in each if one.seconds.total > _DOUBTED * seconds]
+    slow = [stage for stage, one, seconds in each if one.seconds.total > _DOUBTED * seconds]
+    doubted = [stage for stage in slow if clock.num_looks(stage) == _LOOKS]
     if not doubted:
         return found
     clock.look_again(doubted, times=_LOOKS)
