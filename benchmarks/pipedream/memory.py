@@ -100,7 +100,7 @@ def _kept_by_vjp(stage: Stage) -> int:
 
 
 class _Held:
-    """Counts bytes on devices behind each program, but for sums of gradients and what is there before the first one."""
+    """Counts bytes on devices behind each program, but for sums, turned weights and what is there before the first one."""
 
     def __init__(self, devices: Any) -> None:
         self._devices = devices
@@ -111,7 +111,7 @@ class _Held:
         """Counts behind each of a stage's passes from now on."""
         for name in _PASSES:
             setattr(programs, name, self._counted(getattr(programs, name)))
-        programs.zeros = self._left_out(programs.zeros)
+        programs.zeros, programs.turn = map(self._left_out, (programs.zeros, programs.turn))
 
     def peak(self, device: Any) -> int:
         """Returns the most bytes that were held at once."""
@@ -128,9 +128,9 @@ class _Held:
 
         return counted
 
-    def _left_out(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        def left_out() -> Any:
-            made = run()
+    def _left_out(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def left_out(*args: Any) -> Any:
+            made = run(*args)
             if self._before is None:
                 return made
             for array in jax.tree.leaves(made):

@@ -37,7 +37,7 @@ class Halved:
 
     def __init__(self, passes: Passes, *, loss: int = 0, mesh: AbstractMesh | None = None) -> None:
         self._passes, stage = passes, passes.stage
-        *taken, incoming = stage.program.in_specs
+        taken, incoming = passes.taken, stage.program.in_specs[-1]
         kept = passes.kept
         outgoing = tuple(one for one in stage.outgoing if is_float(one))
         is_loss = [number == loss for number in stage.results]
@@ -51,7 +51,7 @@ class Halved:
             own, sent = passes.backward(taken, incoming, kept, given, ones)
             return [sent[at] for at in self._floats], own
 
-        program = trace(back, tuple(taken), incoming, kept, outgoing, mesh=mesh)
+        program = trace(back, taken, incoming, kept, outgoing, mesh=mesh)
         own = len(jax.tree.leaves(taken))
         self._halves = halves(program, len(self._floats), free=range(own))
         self._structure = jax.tree.structure(program.out_specs[1])

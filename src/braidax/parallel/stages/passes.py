@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from braidax.program import Stage, bytes_of, trace
+from braidax.program import Program, Stage, bytes_of, trace
 from braidax.program.halving.halves import halves
+from braidax.program.halving.turned_weights import TurnedWeight, turns_in_products, with_turned_weights
 
 
 class Made(NamedTuple):
@@ -29,11 +30,18 @@ class Passes:
     pass runs the stage again.
 
     **Arguments:** `params`: the number of the argument of the loss that is trained. `recompute`: whether nothing is
-    kept. `mesh`: as of `trace`.
+    kept. `turn_weights`: whether the passes are given weights that products take turned, as `turn` makes them, behind
+    the arguments that they take. `mesh`: as of `trace`.
     """
 
     def __init__(
-        self, stage: Stage, *, params: int = 0, recompute: bool = False, mesh: AbstractMesh | None = None
+        self,
+        stage: Stage,
+        *,
+        params: int = 0,
+        recompute: bool = False,
+        turn_weights: bool = False,
+        mesh: AbstractMesh | None = None,
     ) -> None:
         self.stage, self.params, self.recompute = stage, params, recompute
         *taken, incoming = stage.program.in_specs
@@ -46,9 +54,36 @@ class Passes:
         gradients = tuple(self._outputs[at] for at in self._pulled)
         program = trace(self._both, tuple(taken), incoming, gradients, mesh=mesh)
         count = len(jax.tree.leaves(taken))
+        self.turned: tuple[TurnedWeight, ...] = ()
+        """What is turned, by the number of a leaf of all that the stage takes."""
+        if turn_weights:
+            first = len(jax.tree.leaves(taken[:params]))
+            weights = range(first, first + len(own))
+            closed, self.turned = with_turned_weights(program.closed, weights, before=count)
+            program = Program(closed, program.in_specs, program.out_specs)
+        self.turns_in_products = turns_in_products(program.closed.jaxpr)
+        """Whether a product takes something large turned that is not given so."""
+        self._num_turned_before, count = count, count + len(self.turned)
         late = range(count + len(incoming), count + len(incoming) + len(gradients))
         self._halves = halves(program, len(self._outputs), free=range(count), late=late)
         self._read = [at - count for at in self._halves.second_inputs if count <= at < late.start]
+
+    @property
+    def taken(self) -> tuple[Any, ...]:
+        """Specs of what the passes take of the arguments of the loss, and of turned weights."""
+        *taken, _ = self.stage.program.in_specs
+        return (*taken, jax.eval_shape(self.turn, taken)) if self.turned else tuple(taken)
+
+    @property
+    def forward_turns(self) -> bool:
+        """Whether the forward pass, too, takes turned weights."""
+        ends = self._num_turned_before, self._num_turned_before + len(self.turned)
+        return any(ends[0] <= at < ends[1] for at in self._halves.first_inputs)
+
+    def turn(self, taken: Sequence[Any]) -> list[jax.Array]:
+        """Returns the turned weights. **Arguments:** `taken`: what the stage has of the arguments of the loss."""
+        leaves = jax.tree.leaves(taken)
+        return [jnp.transpose(leaves[one.number], one.order) for one in self.turned]
 
     @property
     def kept(self) -> list[Any]:

@@ -21,6 +21,7 @@ from .dispatch_order import dispatch_order
 from .feeding import Feeding, Given, check_batch
 from .flush import Flush, StageResults, piece_specs
 from .home import Home
+from .products import LEAST_TURNED
 from .owning.carried import check_variables
 from .owning.ownership import Ownership
 from .run import Observer, Run, Ways
@@ -101,7 +102,8 @@ class Pipelined:
                 self.layouts.update({(at, piece): layout for piece, layout in own.items()})
                 self.plans.append(plan)
             reads, lies = self.ownership.reads[at], self.layouts
-            made = StagePrograms(stage, home, reads, pieces, dims, layouts=lies, recompute=again)
+            turn = home.is_one_cpu and schedule.is_flushed and schedule.num_microbatches >= LEAST_TURNED
+            made = StagePrograms(stage, home, reads, pieces, dims, layouts=lies, recompute=again, turn_weights=turn)
             self.stage_programs.append(made)
             dims = made.outgoing_dims
         self._prepare(pieces)

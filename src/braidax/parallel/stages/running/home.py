@@ -14,6 +14,7 @@ from braidax.parallel.plan.batch import along_batch
 from braidax.parallel.plan.layout import Layout
 from braidax.program import automatic, compile_on
 
+from .products import AS_IS
 from .sending.absent import AbsentProgram, absent
 from .sending.relay import Relay
 from .sending.route import Route, Way, move
@@ -93,13 +94,26 @@ class Home:
         """The mesh under which programs for these devices are traced."""
         return automatic(self.mesh) if self._device is None else AbstractMesh((), ())
 
-    def compile(self, fn: Callable[..., Any], ins: tuple[Any, ...], outs: Any, *, donate: tuple[int, ...] = ()) -> Any:
-        """Returns the jitted function. **Arguments:** `ins`, `outs`: shardings, or prefixes of PyTrees of such."""
+    def compile(
+        self,
+        fn: Callable[..., Any],
+        ins: tuple[Any, ...],
+        outs: Any,
+        *,
+        donate: tuple[int, ...] = (),
+        products: Mapping[str, str] = AS_IS,
+    ) -> Any:
+        """Returns the jitted function.
+
+        **Arguments:** `ins`, `outs`: shardings, or prefixes of PyTrees of such. `products`: options of the compiler for
+        these; what the user gives prevails.
+        """
         if not self.is_here:
             return AbsentProgram(fn, outs, self.traced_on)
+        options = {**products, **(self._compiler_options or {})} or None
         if self._device is None:
             on: dict[str, Any] = {"in_shardings": ins, "out_shardings": outs}
-            return compile_on(self.mesh, fn, **on, donate=donate, compiler_options=self._compiler_options)
+            return compile_on(self.mesh, fn, **on, donate=donate, compiler_options=options)
 
         def run(*args: Any) -> Any:
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
@@ -107,7 +121,7 @@ class Home:
 
         # What takes nothing would run on the first device of all.
         out = None if ins else self.whole
-        return jax.jit(run, donate_argnums=donate, out_shardings=out, compiler_options=self._compiler_options)
+        return jax.jit(run, donate_argnums=donate, out_shardings=out, compiler_options=options)
 
     def place(self, arrays: Sequence[Any], shardings: Sequence[Sharding]) -> Sequence[Any]:
         """Brings arrays here that this process has, all processes alike. **Arguments:** `shardings`: of this home."""

@@ -68,6 +68,10 @@ class Run:
         self.results: list[list[Any]] = [[] if one.home.is_here else [one.absent_results] * count for one in programs]
         first = programs[0].home  # the others stand still at the beginning, and this one before its first gradients
         self._sums: list[Any] = [None if one.home is first else one.zeros() for one in programs]
+        self._turned: list[Any] = [None] * len(programs)
+        for at, one in enumerate(programs):
+            if one.home is not first or one.forward_turns:
+                self._turn(at)
         self._given: dict[tuple[int, int], Any] = {}
         self._kept: dict[tuple[int, int], Any] = {}
         self._held: dict[tuple[int, int], Any] = {}
@@ -119,7 +123,8 @@ class Run:
         own, at = self._programs[stage], (stage, each)
         given = self._given[at] = (*self.variables[stage], *self.samples[stage][each])
         incoming = self._incoming.pop(at, ())
-        ran = own.forward(self._seen(stage, each), given, incoming)
+        turned = self._turn(stage) if own.forward_turns else ()
+        ran = own.forward([*self._seen(stage, each), *turned], given, incoming)
         self._held[at] = own.parted(incoming)
         self.results[stage].append(ran.results)
         self._kept[at] = ran.kept
@@ -159,7 +164,7 @@ class Run:
         moved, others = self._held.pop(at)
         given, kept, gradients = self._given.pop(at), self._kept.pop(at), self._gradients.pop(at, ())
         sums = self.sums(stage)
-        self._sums[stage], sent = own.backward(sums, moved, others, self._seen(stage, each), given, kept, gradients)
+        self._sums[stage], sent = own.backward(sums, moved, others, self._seen_back(stage, each), given, kept, gradients)
         self._send(stage, each, sent)
         self._wait(own, stage, sent or self._sums[stage])
 
@@ -167,7 +172,7 @@ class Run:
         own, at = self._programs[stage], (stage, each)
         moved, others = self._held.pop(at)
         given, kept, gradients = self._given[at], self._kept.pop(at), self._gradients.pop(at, ())
-        sent, self._left[at] = own.inputs(moved, others, self._seen(stage, each), given, kept, gradients)
+        sent, self._left[at] = own.inputs(moved, others, self._seen_back(stage, each), given, kept, gradients)
         self._send(stage, each, sent)
         if sent:
             self._wait(own, stage, sent)
@@ -176,7 +181,7 @@ class Run:
         own, at = self._programs[stage], (stage, each)
         left, given = self._left.pop(at), self._given.pop(at)
         if own.specs:
-            self._sums[stage] = own.weights(self.sums(stage), left, self._seen(stage, each), given)
+            self._sums[stage] = own.weights(self.sums(stage), left, self._seen_back(stage, each), given)
             self._wait(own, stage, self._sums[stage])
 
     def _update(self, stage: int, number: int) -> None:
@@ -188,6 +193,17 @@ class Run:
     def _seen(self, stage: int, each: int) -> list[Any]:
         """Returns the weights that a microbatch sees."""
         return self._params[stage][self._used[stage][each]]
+
+    def _seen_back(self, stage: int, each: int) -> list[Any]:
+        """Returns these, and those of them that are turned for the way back."""
+        return [*self._seen(stage, each), *self._turn(stage)]
+
+    def _turn(self, stage: int) -> Any:
+        """Returns the turned weights of a stage, which all microbatches see."""
+        if self._turned[stage] is None:
+            own = self._programs[stage]
+            self._turned[stage] = own.turn(self._params[stage][0]) if own.turns else ()
+        return self._turned[stage]
 
     def _send(self, stage: int, each: int, sent: Any) -> None:
         if stage:

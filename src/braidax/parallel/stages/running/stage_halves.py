@@ -1,6 +1,6 @@
 """The compiled halves of a stage's backward pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -21,7 +21,8 @@ class Buffers(NamedTuple):
     `stored`: makes of gradients of parameters leaves as they are stored. `added`: adds these to sums. `params`,
     `given`, `incoming`, `kept`, `gradients`: specs. `form`: of what is kept. `moved`: which incoming values have
     gradients and are held, `others`: have none and are. `dims`, `shardings`: of given, incoming, kept and gradients.
-    `on_params`, `on_sums`: shardings. `in_parts`: which gradients are summed over devices only in the end.
+    `on_params`, `on_sums`: shardings. `in_parts`: which gradients are summed over devices only in the end. `products`:
+    options of the compiler.
     """
 
     taken: Callable[[Sequence[Any], Sequence[Any]], Any]
@@ -40,6 +41,7 @@ class Buffers(NamedTuple):
     on_params: Any
     on_sums: Any
     in_parts: tuple[int, ...]
+    products: Mapping[str, str]
 
 
 @final
@@ -72,13 +74,14 @@ class StageHalves:
         spent, rest = (tuple(on_kept[at] for at in places) for places in (self._spent, self._rest))
         ins = ((done, spent), held, tuple(others), buffers.on_params, given, rest, tuple(on_gradients))
         self.handed_shardings = tuple(handed)
-        self._to_inputs = home.compile(self._inputs, ins, (tuple(sent), tuple(handed)), donate=(0,))
+        form: dict[str, Any] = {"products": buffers.products}
+        self._to_inputs = home.compile(self._inputs, ins, (tuple(sent), tuple(handed)), donate=(0,), **form)
         places = ((others, self._others), (on_kept, self._kept), (on_gradients, self._gradients))
         picked = (tuple(one[at] for at in own) for one, own in places)
         ins = (buffers.on_sums, tuple(handed), held, *picked, buffers.on_params, given)
         self._gradients_of = self._left_in_parts() if buffers.in_parts else self._second
         weights = adding_in_loops(self._weights, mesh=home.traced_on)
-        self._to_weights = home.compile(weights, ins, buffers.on_sums, donate=(0,))
+        self._to_weights = home.compile(weights, ins, buffers.on_sums, donate=(0,), **form)
 
     @property
     def kept_bytes(self) -> int:

@@ -18,6 +18,7 @@ from braidax.program.putting_off.parts import left_in_parts
 
 from .flat import Flat
 from .home import Home
+from .products import AS_IS, PACKED
 from .owning.ownership import Piece, Read
 from .sending.absent import absent
 from .stage_halves import Buffers, StageHalves
@@ -44,7 +45,8 @@ class StagePrograms:
 
     **Arguments:** `reads`: what pieces of parameters its program reads. `pieces`: their specs, and `layouts` of those
     that do not lie whole. `incoming_dims`: of incoming values, which goes along the samples. `recompute`: whether
-    nothing is kept for the way back.
+    nothing is kept for the way back. `turn_weights`: whether weights that products take turned are turned once, for all
+    microbatches of a batch.
     """
 
     def __init__(
@@ -57,9 +59,14 @@ class StagePrograms:
         *,
         layouts: Mapping[tuple[int, Piece], Layout],
         recompute: bool = False,
+        turn_weights: bool = False,
     ) -> None:
         self.stage, self.home, self.reads = stage, home, tuple(reads)
-        self._passes = Passes(stage, params=PARAMS, recompute=recompute, mesh=home.traced_on)
+        form: dict[str, bool] = {"recompute": recompute, "turn_weights": turn_weights}
+        self._passes = passes = Passes(stage, params=PARAMS, mesh=home.traced_on, **form)
+        self.turns, self.forward_turns = bool(passes.turned), passes.forward_turns
+        """Whether a backward pass is given turned weights, behind `params`, and a forward pass, too."""
+        self._products = PACKED if turn_weights and not passes.turns_in_products else AS_IS
         self.read_pieces = tuple(dict.fromkeys((one.owner, one.piece) for one in reads))
         self._layouts = [layouts.get(one, Layout.whole(pieces[one].shape)) for one in self.read_pieces]
         self.flat, self.flat_on = self._buffers([pieces[one] for one in self.read_pieces], self._layouts)
@@ -111,7 +118,7 @@ class StagePrograms:
         kept = self._passes.kept
         self._kept = Flat(kept, small_bytes=0)
         divided = {1: dims_of_given, 2: list(incoming_dims)}
-        traced = trace(self._forward, [*self.flat_specs], tuple(specs), stage.incoming, mesh=home.traced_on)
+        traced = trace(self._forward, self.params_specs, tuple(specs), stage.incoming, mesh=home.traced_on)
         made: Ran = traced.out_specs
         dims = batch_dims_of_results(traced, divided, islands=True)
         if kept:  # from here on in buffers
@@ -134,7 +141,7 @@ class StagePrograms:
         home, stage, outgoing = self.home, self.stage, self.ran_specs.outgoing
         values = [tuple(stage.incoming[at] for at in which) for which in (self._moved, self._others)]
         gradients = tuple(outgoing[at] for at in self.float_outgoing)
-        given = (*values, self.flat_specs, tuple(self.given_specs), self.ran_specs.kept, gradients)
+        given = (*values, self.params_specs, tuple(self.given_specs), self.ran_specs.kept, gradients)
         program = trace(self._gradients, *given, mesh=home.traced_on)
         dims = [[incoming_dims[at] for at in which] for which in (self._moved, self._others)]
         of_gradients = [self.outgoing_dims[at] for at in self.float_outgoing]
@@ -154,19 +161,30 @@ class StagePrograms:
         """Of the buffers of parameters."""
         return jax.eval_shape(self.flat.pack, list(self.flat.specs))
 
+    @property
+    def params_specs(self) -> list[Any]:
+        """Of these and of turned weights."""
+        return [*self.flat_specs, *jax.eval_shape(self._turn, self.flat_specs)]
+
     def _compile(self) -> None:
-        home, whole, of_sums = self.home, self.flat_on, self.sums_on
+        home, whole, of_sums, products = self.home, self.flat_on, self.sums_on, self._products
         moved = tuple(self.incoming_shardings[at] for at in self._moved)
         sent = self.sent_shardings
         others = tuple(self.incoming_shardings[at] for at in self._others)
-        ins = (of_sums, moved, others, whole, self.given_shardings, self.ran_shardings.kept, self.gradient_shardings)
-        self.forward = home.compile(
-            self._forward, (whole, self.given_shardings, self.incoming_shardings), self.ran_shardings
-        )
+        params = self.params_on
+        ins = (of_sums, moved, others, params, self.given_shardings, self.ran_shardings.kept, self.gradient_shardings)
+        forward_ins = (params if self.forward_turns else whole, self.given_shardings, self.incoming_shardings)
+        self.forward = home.compile(self._forward, forward_ins, self.ran_shardings, products=products)
         backward = adding_in_loops(self._backward, mesh=home.traced_on)
-        self.backward = home.compile(backward, ins, (of_sums, sent), donate=(0, 1))
+        self.backward = home.compile(backward, ins, (of_sums, sent), donate=(0, 1), products=products)
+        self.turn = home.compile(self._turn, (whole,), home.whole)
         self.zeros = home.compile(self.no_sums, (), of_sums)
         self.joined = home.compile(self.flat.joined, (home.whole,), home.whole)
+
+    @property
+    def params_on(self) -> list[Any]:
+        """How buffers of parameters and turned weights lie."""
+        return [*self.flat_on, *[self.home.whole] * len(self._passes.turned)]
 
     def parted(self, incoming: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns those of incoming values that the way back needs: of floats, and others."""
@@ -190,7 +208,7 @@ class StagePrograms:
     def halves(self) -> StageHalves:
         """The halves of the backward pass, of a stage that sends something back."""
         incoming = self.stage.incoming
-        params, given = self.flat_specs, self.given_specs
+        params, given = self.params_specs, self.given_specs
         kept = jax.eval_shape(self._kept.pack, list(self._kept.specs))
         gradients = [self.stage.outgoing[at] for at in self.float_outgoing]
         dims = (
@@ -202,7 +220,7 @@ class StagePrograms:
         shardings = (self.given_shardings, self.incoming_shardings, self.ran_shardings.kept, self.gradient_shardings)
         buffers = Buffers(
             self._taken, self._stored, self._added, params, given, incoming, kept, gradients, self._kept, self._moved,
-            self._others, dims, shardings, self.flat_on, self.sums_on, self.in_parts,
+            self._others, dims, shardings, self.params_on, self.sums_on, self.in_parts, self._products,
         )  # fmt: skip
         return StageHalves(self._halved, self.home, buffers, self.sent_shardings)
 
@@ -282,15 +300,28 @@ class StagePrograms:
         return self.sums.added(sums, [wide(leaf) for leaf in gradients])
 
     def _taken(self, params: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns what the stage has of the arguments of the loss."""
+        """Returns what the stage has of the arguments of the loss, and turned weights.
+
+        **Arguments:** `params`: buffers, and perhaps turned weights.
+        """
+        leaves, turned = self._leaves(params), list(params[len(self.flat.dims) :])
+        structure = jax.tree.structure(self.stage.program.in_specs[:-1])
+        return (*jax.tree.unflatten(structure, [*leaves, *given]), turned or self._passes.turn(leaves))
+
+    def _turn(self, params: Sequence[Any]) -> list[Any]:
+        """Returns turned weights. **Arguments:** `params`: buffers."""
+        return self._passes.turn(self._leaves(params))
+
+    def _leaves(self, params: Sequence[Any]) -> list[Any]:
+        """Returns what is read of parameters. **Arguments:** `params`: buffers, and perhaps turned weights."""
+        params = params[: len(self.flat.dims)]
         pairs = zip(self._layouts, self.flat.unpack(params), strict=True)
         found = dict(zip(self.read_pieces, [layout.load(one) for layout, one in pairs], strict=True))
         leaves: list[Any] = []
         for one in self.reads:
             piece = found[one.owner, one.piece]
             leaves.append(piece if one.rows is None else piece[slice(*one.rows)])
-        structure = jax.tree.structure(self.stage.program.in_specs[:-1])
-        return jax.tree.unflatten(structure, [*leaves, *given])
+        return leaves
 
     def no_sums(self) -> list[Any]:
         """Returns sums of nothing; traced."""
