@@ -54,6 +54,7 @@ class Halved:
         program = trace(back, taken, incoming, kept, outgoing, mesh=mesh)
         own = len(jax.tree.leaves(taken))
         self._halves = halves(program, len(self._floats), free=range(own))
+        self._run = self._halves.held() if passes.holds_values else self._halves
         self._structure = jax.tree.structure(program.out_specs[1])
         self.handed: tuple[Any, ...] = tuple(self._halves.handed)
         numbers = [at - own for at in self._halves.second_inputs if at >= own]
@@ -87,7 +88,7 @@ class Halved:
 
         **Returns:** the gradients of incoming floats, and those of its parameters.
         """
-        found, count = self._halves.run_both(_flat(taken, incoming, kept, outgoing)), len(self._floats)
+        found, count = self._run.run_both(_flat(taken, incoming, kept, outgoing)), len(self._floats)
         return found[:count], jax.tree.unflatten(self._structure, found[count:])
 
     def inputs(
@@ -97,7 +98,7 @@ class Halved:
 
         **Returns:** the gradients of incoming floats, and what is handed to `weights`.
         """
-        return self._halves.run_first(_flat(taken, incoming, kept, outgoing))
+        return self._run.run_first(_flat(taken, incoming, kept, outgoing))
 
     def weights(
         self,
@@ -111,7 +112,7 @@ class Halved:
 
         **Arguments:** as of `backward`, None in place of what is not `left`; `handed`: by that.
         """
-        found = self._halves.run_second(_flat(taken, incoming, kept, outgoing), handed)
+        found = self._run.run_second(_flat(taken, incoming, kept, outgoing), handed)
         return jax.tree.unflatten(self._structure, found)
 
 

@@ -31,7 +31,8 @@ class Passes:
 
     **Arguments:** `params`: the number of the argument of the loss that is trained. `recompute`: whether nothing is
     kept. `turn_weights`: whether the passes are given weights that products take turned, as `turn` makes them, behind
-    the arguments that they take. `mesh`: as of `trace`.
+    the arguments that they take. `hold_values`: whether what several operations read is computed once, as of `held`.
+    `mesh`: as of `trace`.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class Passes:
         params: int = 0,
         recompute: bool = False,
         turn_weights: bool = False,
+        hold_values: bool = False,
         mesh: AbstractMesh | None = None,
     ) -> None:
-        self.stage, self.params, self.recompute = stage, params, recompute
+        self.stage, self.params, self.recompute, self.holds_values = stage, params, recompute, hold_values
         *taken, incoming = stage.program.in_specs
         own = [leaf for leaf in stage.leaves if leaf.argument == params]
         self.trained = [at for at, leaf in enumerate(own) if not leaf.frozen]
@@ -66,6 +68,7 @@ class Passes:
         self._num_turned_before, count = count, count + len(self.turned)
         late = range(count + len(incoming), count + len(incoming) + len(gradients))
         self._halves = halves(program, len(self._outputs), free=range(count), late=late)
+        self._run = self._halves.held() if hold_values else self._halves
         self._read = [at - count for at in self._halves.second_inputs if count <= at < late.start]
 
     @property
@@ -102,7 +105,7 @@ class Passes:
 
     def forward(self, taken: Sequence[Any], incoming: Sequence[Any]) -> Made:
         """Runs the stage. **Arguments:** `taken`: what it has of the arguments of the loss."""
-        made, kept = self._halves.run_first([*jax.tree.leaves(taken), *incoming])
+        made, kept = self._run.run_first([*jax.tree.leaves(taken), *incoming])
         count = len(self.stage.outgoing)
         return Made(tuple(made[:count]), tuple(made[count:]), [] if self.recompute else kept)
 

@@ -7,7 +7,7 @@ that. A loop becomes two where both halves need some of it: the first one stacks
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
@@ -20,6 +20,7 @@ from braidax.program.trace import Program
 
 from .alive import alive, made_of
 from .crossing import Crossing
+from .held import held
 from .loop_parts import LoopParts, Operand, stacked, with_parts
 from .merged import loops_merged
 from .opened import BARRIER, is_loop, written_out
@@ -41,6 +42,10 @@ class Halves:
     first_inputs: tuple[int, ...]
     second_inputs: tuple[int, ...]
     num_first: int
+
+    def held(self) -> "Halves":
+        """Returns these with large values that are read several times computed once, on CPUs."""
+        return replace(self, both=held(self.both), first=held(self.first), second=held(self.second))
 
     @property
     def handed(self) -> list[Any]:

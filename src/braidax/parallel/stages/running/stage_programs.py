@@ -62,8 +62,8 @@ class StagePrograms:
         turn_weights: bool = False,
     ) -> None:
         self.stage, self.home, self.reads = stage, home, tuple(reads)
-        form: dict[str, bool] = {"recompute": recompute, "turn_weights": turn_weights}
-        self._passes = passes = Passes(stage, params=PARAMS, mesh=home.traced_on, **form)
+        form: dict[str, bool] = {"turn_weights": turn_weights, "hold_values": home.is_one_cpu}
+        self._passes = passes = Passes(stage, params=PARAMS, recompute=recompute, mesh=home.traced_on, **form)
         self.turns, self.forward_turns = bool(passes.turned), passes.forward_turns
         """Whether a backward pass is given turned weights, behind `params`, and a forward pass, too."""
         self._products = PACKED if turn_weights and not passes.turns_in_products else AS_IS
