@@ -9,6 +9,7 @@ from braidax.parallel.stages.schedules import (
     Costs,
     Schedule,
     dual_pipe_v,
+    eager_one_forward_one_backward,
     folded,
     gpipe,
     interleaved,
@@ -28,6 +29,7 @@ from braidax.parallel.stages.schedules.search.problem import Problem
 NAMED: dict[str, Callable[[int, int], Schedule]] = {
     "GPipe": gpipe,
     "1F1B": one_forward_one_backward,
+    "Eager1F1B": eager_one_forward_one_backward,
     "Interleaved1F1B": lambda devices, count: interleaved(devices, -(-count // devices) * devices),
     "ZB-H1": zero_bubble_h1,
     "ZB-V": zero_bubble_v,

@@ -11,6 +11,8 @@ from benchmarks.pipedream.group import Group, Taken
 from benchmarks.pipedream.peers import DIVIDED, ONE
 from benchmarks.pipedream.running import running, warmed
 
+_OTHERS = ("Eager1F1B",)
+"""Schedules of ours that are claimed against peers alone."""
 STEP, TOKENS = "step", "tokens"
 _CLAIMS = {"1F1B": ("two_processes_1f1b", 1.75), "ZB-H1": ("two_processes_zb_h1", 1.82)}
 
@@ -23,7 +25,7 @@ def steps(
     **Arguments:** `warmup`: steps that do not count. `spectrax`: Python of the peer's environment. `few`: schedules.
     """
     case = f"GPT, {shape.layers} layers of width {shape.width}, {microbatches} microbatches"
-    own = peers.our_systems(shape, [*_CLAIMS][:1] if few else [*_CLAIMS], microbatches)
+    own = peers.our_systems(shape, [*_CLAIMS][:1] if few else [*_CLAIMS, *_OTHERS], microbatches)
     if few:
         del own[DIVIDED]
     others = peers.peers(shape, microbatches, spectrax, few=few)

@@ -9,8 +9,8 @@ from jax.sharding import AbstractMesh
 
 from braidax.parallel.compute.accumulate import wide_zeros
 from braidax.parallel.stages.halved import Halved
-from braidax.parallel.stages.passes import Passes, is_float
-from braidax.parallel.stages.segments import added, drawn
+from braidax.parallel.stages.passes import is_float
+from braidax.parallel.stages.segments import added, drawn, passes_here
 from braidax.program import Stage
 from braidax.program.halving.loop_sums import adding_in_loops
 
@@ -19,15 +19,17 @@ class TimedStage:
     """Both passes of a stage, compiled as the executor compiles them, and values drawn for them."""
 
     def __init__(self, stage: Stage) -> None:
-        halved = Halved(passes := Passes(stage))
-        *taken, incoming = drawn(stage.program.in_specs)
+        halved = Halved(passes := passes_here(stage))
+        *given, incoming = drawn(stage.program.in_specs)
+        taken, options = [*given, passes.turn(given)], dict(passes.products)
 
         def backward(sums: list[Any], *given: Any) -> Any:
             sent, own = halved.backward(*given)
             return added(sums, own), sent
 
-        self._forward = jax.jit(passes.forward)
-        self._backward = jax.jit(adding_in_loops(backward, mesh=AbstractMesh((), ())), donate_argnums=0)
+        self._forward = jax.jit(passes.forward, compiler_options=options)
+        adding = adding_in_loops(backward, mesh=AbstractMesh((), ()))
+        self._backward = jax.jit(adding, donate_argnums=0, compiler_options=options)
         self._given = taken, incoming
         made = self._forward(*self._given)
         self._back = *self._given, made.kept, [jnp.ones_like(one) for one in made.outgoing if is_float(one)]

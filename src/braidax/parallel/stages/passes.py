@@ -1,6 +1,6 @@
 """A stage that is differentiated by itself: its forward pass, what that keeps, and its backward pass."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -9,7 +9,9 @@ from jax.sharding import AbstractMesh
 
 from braidax.program import Program, Stage, bytes_of, trace
 from braidax.program.halving.halves import halves
-from braidax.program.halving.turned_weights import TurnedWeight, turns_in_products, with_turned_weights
+from braidax.program.halving.turned_weights import TurnedWeight, suits_packing, with_turned_weights
+
+from .products import AS_IS, PACKED
 
 
 class Made(NamedTuple):
@@ -31,7 +33,7 @@ class Passes:
 
     **Arguments:** `params`: the number of the argument of the loss that is trained. `recompute`: whether nothing is
     kept. `turn_weights`: whether the passes are given weights that products take turned, as `turn` makes them, behind
-    the arguments that they take. `hold_values`: whether what several operations read is computed once, as of `held`.
+    the arguments that they take; those of loops are not, and where such are left none is turned. `hold_values`: whether what several operations read is computed once, as of `held`.
     `mesh`: as of `trace`.
     """
 
@@ -58,14 +60,15 @@ class Passes:
         count = len(jax.tree.leaves(taken))
         self.turned: tuple[TurnedWeight, ...] = ()
         """What is turned, by the number of a leaf of all that the stage takes."""
+        self.products: Mapping[str, str] = AS_IS
+        """Options of the compiler for what the passes multiply."""
         if turn_weights:
             first = len(jax.tree.leaves(taken[:params]))
-            weights = range(first, first + len(own))
-            closed, self.turned = with_turned_weights(program.closed, weights, before=count)
-            program = Program(closed, program.in_specs, program.out_specs)
-        self.turns_in_products = turns_in_products(program.closed.jaxpr)
-        """Whether a product takes something large turned that is not given so."""
-        self._num_turned_before, count = count, count + len(self.turned)
+            closed, turned = with_turned_weights(program.closed, range(first, first + len(own)), before=count)
+            if suits_packing(closed.jaxpr):
+                program, self.turned = Program(closed, program.in_specs, program.out_specs), turned
+                self.products = PACKED
+        self._num_before, count = count, count + len(self.turned)
         late = range(count + len(incoming), count + len(incoming) + len(gradients))
         self._halves = halves(program, len(self._outputs), free=range(count), late=late)
         self._run = self._halves.held() if hold_values else self._halves
@@ -80,8 +83,7 @@ class Passes:
     @property
     def forward_turns(self) -> bool:
         """Whether the forward pass, too, takes turned weights."""
-        ends = self._num_turned_before, self._num_turned_before + len(self.turned)
-        return any(ends[0] <= at < ends[1] for at in self._halves.first_inputs)
+        return any(0 <= at - self._num_before < len(self.turned) for at in self._halves.first_inputs)
 
     def turn(self, taken: Sequence[Any]) -> list[jax.Array]:
         """Returns the turned weights. **Arguments:** `taken`: what the stage has of the arguments of the loss."""

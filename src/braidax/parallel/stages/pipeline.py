@@ -17,6 +17,7 @@ from .schedules import (
     Schedule,
     double_buffered,
     dual_pipe_v,
+    eager_one_forward_one_backward,
     gpipe,
     interleaved,
     one_forward_one_backward,
@@ -30,6 +31,7 @@ from .schedules import (
 _MADE: Mapping[str, Callable[[int, int], Schedule]] = {
     "GPipe": gpipe,
     "1F1B": one_forward_one_backward,
+    "Eager1F1B": eager_one_forward_one_backward,
     "ZB-H1": zero_bubble_h1,
     "ZB-V": zero_bubble_v,
     "V-Half": v_half,
@@ -44,7 +46,7 @@ _SEARCHED = "searched"
 _NAMES = [*_MADE, _INTERLEAVED, _SEARCHED]
 _STALE = ("PipeDream", "PipeDream, vertical sync", "2BW")
 """Schedules that do not flush."""
-_ONE_EACH = ("GPipe", "1F1B", "ZB-H1", _SEARCHED, *_STALE)
+_ONE_EACH = ("GPipe", "1F1B", "Eager1F1B", "ZB-H1", _SEARCHED, *_STALE)
 """Schedules of one stage a device, or of one on several devices."""
 _PLANNED = "planned"
 
@@ -62,8 +64,8 @@ class Pipeline:
     gradient is late by so many updates: "PipeDream" (weights stashed from forward to backward) `P - 1 - s`; "PipeDream,
     vertical sync" `P - 1`; "2BW" 1. A step drains them (Narayanan et al., SOSP 2019; ICML 2021).
 
-    **Arguments:** `schedule`: by name, "GPipe", "1F1B", "Interleaved1F1B", "ZB-H1", "ZB-V", "V-Half", "V-Min",
-    "DualPipeV", "PipeDream", "PipeDream, vertical sync" or "2BW"; "searched": the shortest one that is found for what
+    **Arguments:** `schedule`: by name, "GPipe", "1F1B", "Eager1F1B", "Interleaved1F1B", "ZB-H1", "ZB-V", "V-Half",
+    "V-Min", "DualPipeV", "PipeDream", "PipeDream, vertical sync" or "2BW"; "searched": the shortest one that is found for what
     the stages take, in the memory that there is; or a `Schedule`, such as one that is read from CSV. `stages`: how
     many, by default as many as the schedule has on these devices; others for "Interleaved1F1B", two a device by
     default, and "searched", one by default. Fewer than devices, by a schedule of one stage a device, share these as

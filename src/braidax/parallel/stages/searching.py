@@ -9,6 +9,7 @@ from .schedules import (
     Found,
     Schedule,
     dual_pipe_v,
+    eager_one_forward_one_backward,
     gpipe,
     interleaved,
     one_forward_one_backward,
@@ -58,7 +59,8 @@ def named(num_devices: int, num_microbatches: int) -> Iterator[Schedule]:
     """Yields all named schedules that flush, on so many devices, one or two stages on each; those of less memory first:
     of what is as short a search takes the first.
     """
-    makers = (zero_bubble_h1, one_forward_one_backward, v_min, v_half, zero_bubble_v, interleaved, dual_pipe_v, gpipe)
+    few = zero_bubble_h1, one_forward_one_backward, v_min, v_half, zero_bubble_v
+    makers = (*few, eager_one_forward_one_backward, interleaved, dual_pipe_v, gpipe)
     for make in makers:
         try:
             yield make(num_devices, num_microbatches)

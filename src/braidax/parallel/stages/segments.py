@@ -16,6 +16,7 @@ from braidax.program.halving.loop_sums import adding_in_loops
 
 from .halved import Halved
 from .passes import Passes, is_float
+from .products import LEAST_MICROBATCHES, packs
 
 
 class Seconds(NamedTuple):
@@ -129,7 +130,8 @@ class _Timer:
 
     def __init__(self, stage: Stage, params: int, backward: Backward) -> None:
         self._stage, self._params, self._backward = stage, params, backward
-        self._halved = halved = Halved(passes := Passes(stage, params=params))
+        self._passes = passes = passes_here(stage, params=params)
+        self._halved = halved = Halved(passes)
         self._trained = passes.trained
         self._sends_back = any(map(is_float, stage.incoming))
 
@@ -141,12 +143,14 @@ class _Timer:
             return added(sums, halved.weights(*given)), []
 
         made = adding_in_loops(whole if backward == "whole" else weights, mesh=AbstractMesh((), ()))
-        self._forward, self._inputs = jax.jit(passes.forward), jax.jit(halved.inputs)
-        self._adding = jax.jit(made, donate_argnums=0)
+        options = dict(passes.products)
+        self._forward, self._inputs = (jax.jit(one, compiler_options=options) for one in (passes.forward, halved.inputs))
+        self._adding = jax.jit(made, donate_argnums=0, compiler_options=options)
 
     def seconds(self, num_runs: int) -> Seconds:
         """Runs the passes, once more than it times them; values are given up behind that."""
-        *taken, incoming = drawn(self._stage.program.in_specs)
+        *given, incoming = drawn(self._stage.program.in_specs)
+        taken = [*given, self._passes.turn(given)]
         made = self._forward(taken, incoming)
         back = [taken, incoming, made.kept, [jnp.ones_like(one) for one in made.outgoing if is_float(one)]]
         own = jax.tree.leaves(taken[self._params])
@@ -177,6 +181,13 @@ class _Timer:
             return found
         share = self._halved.weights_share if self._trained else 0.0
         return Seconds(found.forward, (1 - share) * found.weights, share * found.weights)
+
+
+def passes_here(stage: Stage, *, params: int = 0) -> Passes:
+    """Returns the passes of a stage as a pipeline runs them that has it on the first device, of many microbatches."""
+    is_cpu = jax.devices()[0].platform == "cpu"
+    turn = is_cpu and packs(LEAST_MICROBATCHES, is_flushed=True)
+    return Passes(stage, params=params, turn_weights=turn, hold_values=is_cpu)
 
 
 def added(sums: Sequence[Any], gradients: Any) -> list[Any]:

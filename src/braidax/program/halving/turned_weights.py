@@ -7,6 +7,7 @@ pipeline has one for every microbatch, of the same weights.
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.extend.core import Literal as Constant
@@ -59,17 +60,19 @@ def with_turned_weights(
     return ClosedJaxpr(made, closed.consts), tuple(turned)
 
 
-def turns_in_products(jaxpr: Jaxpr) -> bool:
-    """Whether a product without a batch, at any depth, takes a large second operand turned."""
+def suits_packing(jaxpr: Jaxpr) -> bool:
+    """Whether no product takes a large second operand turned, and all are of 32 bits, at any depth."""
     turned = {one for equation in jaxpr.eqns if equation.primitive is transpose_p for one in equation.outvars}
     for equation in jaxpr.eqns:
+        if equation.primitive is dot_general_p and aval_of(equation.invars[1]).dtype != jnp.float32:
+            return False
         if _is_plain_product(equation) and _is_large(operand := equation.invars[1]):
             (_, contracted), _ = equation.params["dimension_numbers"]
             if tuple(contracted) != (*range(len(contracted)),) or operand in turned:
-                return True
-        if any(turns_in_products(body.jaxpr) for body in bodies(equation)):
-            return True
-    return False
+                return False
+        if not all(suits_packing(body.jaxpr) for body in bodies(equation)):
+            return False
+    return True
 
 
 def _told(lies: dict[Var, TurnedWeight], atom: Any) -> TurnedWeight | None:

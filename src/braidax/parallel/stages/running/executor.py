@@ -12,6 +12,7 @@ from braidax.errors import ArgumentError, PeerLost
 from braidax.parallel.compute.metrics import MetricDims
 from braidax.parallel.plan.layout import Layout
 from braidax.parallel.plan.plan import Plan
+from braidax.parallel.stages.products import packs
 from braidax.parallel.stages.schedules import Operation, Schedule, Versions, validate, with_transfers
 from braidax.parallel.stages.stage_layouts import Placing
 from braidax.program import Program, Stage, named_leaves
@@ -21,7 +22,6 @@ from .dispatch_order import dispatch_order
 from .feeding import Feeding, Given, check_batch
 from .flush import Flush, StageResults, piece_specs
 from .home import Home
-from .products import LEAST_TURNED
 from .owning.carried import check_variables
 from .owning.ownership import Ownership
 from .run import Observer, Run, Ways
@@ -102,7 +102,7 @@ class Pipelined:
                 self.layouts.update({(at, piece): layout for piece, layout in own.items()})
                 self.plans.append(plan)
             reads, lies = self.ownership.reads[at], self.layouts
-            turn = home.is_one_cpu and schedule.is_flushed and schedule.num_microbatches >= LEAST_TURNED
+            turn = home.is_one_cpu and packs(schedule.num_microbatches, is_flushed=schedule.is_flushed)
             made = StagePrograms(stage, home, reads, pieces, dims, layouts=lies, recompute=again, turn_weights=turn)
             self.stage_programs.append(made)
             dims = made.outgoing_dims

@@ -12,9 +12,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from braidax.parallel.given.arrays import place
 from braidax.parallel.plan.batch import along_batch
 from braidax.parallel.plan.layout import Layout
+from braidax.parallel.stages.products import AS_IS
 from braidax.program import automatic, compile_on
 
-from .products import AS_IS
 from .sending.absent import AbsentProgram, absent
 from .sending.relay import Relay
 from .sending.route import Route, Way, move

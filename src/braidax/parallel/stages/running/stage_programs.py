@@ -18,7 +18,6 @@ from braidax.program.putting_off.parts import left_in_parts
 
 from .flat import Flat
 from .home import Home
-from .products import AS_IS, PACKED
 from .owning.ownership import Piece, Read
 from .sending.absent import absent
 from .stage_halves import Buffers, StageHalves
@@ -66,7 +65,6 @@ class StagePrograms:
         self._passes = passes = Passes(stage, params=PARAMS, recompute=recompute, mesh=home.traced_on, **form)
         self.turns, self.forward_turns = bool(passes.turned), passes.forward_turns
         """Whether a backward pass is given turned weights, behind `params`, and a forward pass, too."""
-        self._products = PACKED if turn_weights and not passes.turns_in_products else AS_IS
         self.read_pieces = tuple(dict.fromkeys((one.owner, one.piece) for one in reads))
         self._layouts = [layouts.get(one, Layout.whole(pieces[one].shape)) for one in self.read_pieces]
         self.flat, self.flat_on = self._buffers([pieces[one] for one in self.read_pieces], self._layouts)
@@ -167,7 +165,7 @@ class StagePrograms:
         return [*self.flat_specs, *jax.eval_shape(self._turn, self.flat_specs)]
 
     def _compile(self) -> None:
-        home, whole, of_sums, products = self.home, self.flat_on, self.sums_on, self._products
+        home, whole, of_sums, products = self.home, self.flat_on, self.sums_on, self._passes.products
         moved = tuple(self.incoming_shardings[at] for at in self._moved)
         sent = self.sent_shardings
         others = tuple(self.incoming_shardings[at] for at in self._others)
@@ -220,7 +218,7 @@ class StagePrograms:
         shardings = (self.given_shardings, self.incoming_shardings, self.ran_shardings.kept, self.gradient_shardings)
         buffers = Buffers(
             self._taken, self._stored, self._added, params, given, incoming, kept, gradients, self._kept, self._moved,
-            self._others, dims, shardings, self.params_on, self.sums_on, self.in_parts, self._products,
+            self._others, dims, shardings, self.params_on, self.sums_on, self.in_parts, self._passes.products,
         )  # fmt: skip
         return StageHalves(self._halved, self.home, buffers, self.sent_shardings)
 

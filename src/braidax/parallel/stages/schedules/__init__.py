@@ -6,6 +6,7 @@ from .csv_actions import parse_csv as parse_csv
 from .named.asynchronous import double_buffered as double_buffered
 from .named.asynchronous import pipedream as pipedream
 from .named.dual_pipe import dual_pipe_v as dual_pipe_v
+from .named.flush import eager_one_forward_one_backward as eager_one_forward_one_backward
 from .named.flush import gpipe as gpipe
 from .named.flush import interleaved as interleaved
 from .named.flush import one_forward_one_backward as one_forward_one_backward

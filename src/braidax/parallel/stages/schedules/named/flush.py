@@ -1,5 +1,7 @@
 """Schedules of one step that flush: every microbatch sees the same weights."""
 
+from dataclasses import replace
+
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.schedules.operations import (
     Kind,
@@ -38,6 +40,28 @@ def one_forward_one_backward(num_devices: int, num_microbatches: int) -> Schedul
     check_counts(num_devices=num_devices, num_microbatches=num_microbatches)
     lists = [alternating(stage, num_microbatches, num_devices - 1 - stage) for stage in range(num_devices)]
     return Schedule("1F1B", num_microbatches, straight(num_devices), with_updates(lists))
+
+
+def eager_one_forward_one_backward(num_devices: int, num_microbatches: int) -> Schedule:
+    """1F1B in which a stage runs twice as many forwards ahead: what is late by less than one of them holds up nobody.
+
+    Source: Zhuang et al., "On Optimizing the Communication of Model Parallelism" (MLSys 2023), section 4
+    ("eager-1F1B"). Behind the last forward of a stage backwards are in halves: nothing else is left to do while
+    the stage before waits for a gradient (Qi et al., ICLR 2024).
+
+    **Arguments:** `num_devices`: one stage each. **Raises:** `ArgumentError` for a count below 1.
+    """
+    check_counts(num_devices=num_devices, num_microbatches=num_microbatches)
+    lists: list[list[Operation]] = []
+    for stage in range(num_devices):
+        num_ahead = 2 * (num_devices - 1 - stage)
+        first_halved = num_microbatches - 1 - num_ahead if stage else num_microbatches
+        lists.append([])
+        for one in alternating(stage, num_microbatches, num_ahead):
+            is_halved = one.kind is Kind.BACKWARD and one.microbatch >= first_halved
+            kinds = (Kind.INPUT, Kind.WEIGHT) if is_halved else (one.kind,)
+            lists[-1] += [replace(one, kind=kind) for kind in kinds]
+    return Schedule("Eager1F1B", num_microbatches, straight(num_devices), with_updates(lists))
 
 
 def alternating(stage: int, num_microbatches: int, num_ahead: int) -> list[Operation]:
