@@ -100,7 +100,7 @@ def _kept_by_vjp(stage: Stage) -> int:
 
 
 class _Held:
-    """Counts bytes on devices behind each program, but for sums, turned weights and what is there before the first one."""
+    """Counts bytes on devices behind each program, but for sums, turned weights and what is there before the first."""
 
     def __init__(self, devices: Any) -> None:
         self._devices = devices

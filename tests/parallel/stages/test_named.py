@@ -55,6 +55,8 @@ def test_transfers_meet_whatever_the_times_are(name: str, num_devices: int, num_
         ("GPipe", 4, 8, 3 * 3),  # (p - 1)(F + B + W)
         ("1F1B", 4, 8, 3 * 3),
         ("1F1B", 8, 32, 7 * 3),
+        ("Eager1F1B", 4, 8, 3 * 2),  # (p - 1)(F + B): the last gradients of weights wait
+        ("Eager1F1B", 8, 32, 7 * 2),
         ("Interleaved1F1B", 4, 8, 3 * 3),  # the same in stages half as long
         ("Interleaved1F1B", 8, 32, 7 * 3),
         ("ZB-H1", 4, 8, 3),  # (p - 1)(F + B - W)
@@ -99,6 +101,10 @@ def test_lists_are_those_of_the_papers() -> None:
     assert [" ".join(map(str, each)) for each in NAMED["1F1B"](2, 3).lists] == [
         "0F0 0F1 0B0 0F2 0B1 0B2 0U0",
         "1F0 1B0 1F1 1B1 1F2 1B2 1U0",
+    ]
+    assert [" ".join(map(str, each)) for each in NAMED["Eager1F1B"](2, 4).lists] == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3 0U0",
+        "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1I3 1W3 1U0",
     ]
     assert " ".join(map(str, NAMED["ZB-H1"](2, 3).lists[1])) == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2 1U0"
     assert " ".join(map(str, dual_pipe_v(1, 2).lists[0])) == "0F0 1F0 0F1 1B0 1F1 0B0 1B1 0I1 0W1 0U0 1U0"

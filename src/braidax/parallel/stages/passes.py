@@ -33,8 +33,8 @@ class Passes:
 
     **Arguments:** `params`: the number of the argument of the loss that is trained. `recompute`: whether nothing is
     kept. `turn_weights`: whether the passes are given weights that products take turned, as `turn` makes them, behind
-    the arguments that they take; those of loops are not, and where such are left none is turned. `hold_values`: whether what several operations read is computed once, as of `held`.
-    `mesh`: as of `trace`.
+    the arguments that they take; those of loops are not, and where such are left none is turned. `hold_values`:
+    whether what several operations read is computed once, as of `held`. `mesh`: as of `trace`.
     """
 
     def __init__(

@@ -65,9 +65,9 @@ class Pipeline:
     vertical sync" `P - 1`; "2BW" 1. A step drains them (Narayanan et al., SOSP 2019; ICML 2021).
 
     **Arguments:** `schedule`: by name, "GPipe", "1F1B", "Eager1F1B", "Interleaved1F1B", "ZB-H1", "ZB-V", "V-Half",
-    "V-Min", "DualPipeV", "PipeDream", "PipeDream, vertical sync" or "2BW"; "searched": the shortest one that is found for what
-    the stages take, in the memory that there is; or a `Schedule`, such as one that is read from CSV. `stages`: how
-    many, by default as many as the schedule has on these devices; others for "Interleaved1F1B", two a device by
+    "V-Min", "DualPipeV", "PipeDream", "PipeDream, vertical sync" or "2BW"; "searched": the shortest one that is found
+    for what the stages take, in the memory that there is; or a `Schedule`, such as one that is read from CSV. `stages`:
+    how many, by default as many as the schedule has on these devices; others for "Interleaved1F1B", two a device by
     default, and "searched", one by default. Fewer than devices, by a schedule of one stage a device, share these as
     makes the slowest fastest; `(2, 1, 1)` says on how many devices along the axis each stage is, which divide the
     samples of a microbatch; "planned" chooses both, from one device a stage to two stages, by the seconds of a batch.

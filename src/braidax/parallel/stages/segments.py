@@ -144,7 +144,9 @@ class _Timer:
 
         made = adding_in_loops(whole if backward == "whole" else weights, mesh=AbstractMesh((), ()))
         options = dict(passes.products)
-        self._forward, self._inputs = (jax.jit(one, compiler_options=options) for one in (passes.forward, halved.inputs))
+        self._forward, self._inputs = (
+            jax.jit(one, compiler_options=options) for one in (passes.forward, halved.inputs)
+        )
         self._adding = jax.jit(made, donate_argnums=0, compiler_options=options)
 
     def seconds(self, num_runs: int) -> Seconds:

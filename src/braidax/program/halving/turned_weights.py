@@ -22,7 +22,7 @@ LARGE_BYTES = 64 << 10
 
 
 class TurnedWeight(NamedTuple):
-    """An input with its dims in another order. **Fields:** `number`: of the input. `order`: as `jnp.transpose` has it."""
+    """An input with its dims in another order. **Fields:** `number`: of the input. `order`: as of `jnp.transpose`."""
 
     number: int
     order: tuple[int, ...]

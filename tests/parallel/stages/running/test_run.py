@@ -5,13 +5,27 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
+from braidax.parallel.stages.products import AS_IS, PACKED
 from braidax.parallel.stages.running.executor import Pipelined
+from braidax.parallel.stages.running.home import Home
 from braidax.parallel.stages.running.sending.route import Route
-from braidax.parallel.stages.schedules import Kind, Operation, one_forward_one_backward, zero_bubble_h1
+from braidax.parallel.stages.schedules import (
+    Kind,
+    Operation,
+    gpipe,
+    one_forward_one_backward,
+    pipedream,
+    zero_bubble_h1,
+)
 from braidax.parallel.stages.schedules.dependencies import Dependencies
-from tests.support.parallel.stages.running.cases import gradients_of, mlp, pipelined
+from braidax.program.halving import turned_weights
+from tests.support.parallel.stages.running.cases import Case, check, gradients_of, mlp, pipelined
+from tests.support.program.cutting.models import draw
 
 
 @pytest.mark.parametrize("make", [one_forward_one_backward, zero_bubble_h1])
@@ -25,6 +39,41 @@ def test_sums_begin_where_a_device_stands_still(make: Any) -> None:
     assert first[:4] == ["forward", "forward", "zeros", weights]
     assert second[:2] == ["zeros", "forward"]
     assert [own.count("zeros") for own in (first, second)] == [1, 1]
+
+
+@pytest.mark.parametrize(("tied", "begins"), [(False, ["forward", "forward", "turn"]), (True, ["turn", "forward"])])
+def test_weights_are_turned_once_where_a_device_stands_still(
+    tied: bool, begins: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one before it has a gradient, unless its forward pass takes them, too."""
+    monkeypatch.setattr(turned_weights, "LARGE_BYTES", 0)
+    case = dense(tied=tied)
+    run = pipelined(case, one_forward_one_backward(2, 4))
+    order = _noted(run, ("turn", "forward", "backward"))
+    check(run, case, case.expected(4))
+    first, second = ([name for name, stage in order if stage == at] for at in range(2))
+    assert first[: len(begins)] == begins
+    assert second[:2] == ["turn", "forward"]
+    assert [own.count("turn") for own in (first, second)] == [1, 1]
+    assert all(one.products is PACKED for one in run.stage_programs)
+
+
+@pytest.mark.parametrize("make", [lambda: gpipe(2, 3), lambda: pipedream(2, 4)])
+def test_few_microbatches_and_versions_of_weights_are_not_worth_turning(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turned_weights, "LARGE_BYTES", 0)
+    run = pipelined(dense(samples=12), make())
+    assert [(one.turns, one.products) for one in run.stage_programs] == [(False, AS_IS)] * 2
+
+
+def test_options_of_the_user_prevail_over_those_of_products() -> None:
+    mesh, (name,) = Mesh(np.array(jax.devices()[:1]), "stage"), PACKED
+    x = jnp.ones((16, 16))
+    for given, is_told in ((None, False), ({name: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}, True)):
+        home = Home(mesh, compiler_options=given)
+        run = home.compile(lambda x: x @ x, (home.whole,), home.whole, products=PACKED)
+        assert ("__ynn_fusion" in run.lower(x).compile().as_text()) is is_told
 
 
 def test_what_is_sent_is_on_its_way_before_somebody_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +105,19 @@ def test_what_is_sent_is_on_its_way_before_somebody_looks_at_it(monkeypatch: pyt
     assert len(places) == 8
     for place, (need,) in zip(places, map(Dependencies(run.schedule).of, sends), strict=True):
         assert place < events.index(("observed", need)), str(need)
+
+
+def dense(*, tied: bool = False, samples: int = 16) -> Case:
+    """Layers; what the first one multiplies by is turned, too, if that is asked for."""
+
+    def loss(params: Any, batch: Any, key: Any, variables: Any) -> Any:
+        x = batch["x"] @ (params["w0"].T if tied else params["w0"])
+        for at in range(1, 4):
+            x = jnp.tanh(x) @ params[f"w{at}"]
+        return ((x.sum(-1) - batch["y"]) ** 2).mean(), {"variables": variables}
+
+    params = {f"w{at}": draw(4, 4, seed=at) for at in range(4)}
+    return Case(loss, params, {}, {"x": draw(samples, 4, seed=50), "y": draw(samples, seed=51)})
 
 
 def _noted(run: Pipelined, names: Sequence[str]) -> list[tuple[str, int]]:

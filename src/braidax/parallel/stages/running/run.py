@@ -68,10 +68,10 @@ class Run:
         self.results: list[list[Any]] = [[] if one.home.is_here else [one.absent_results] * count for one in programs]
         first = programs[0].home  # the others stand still at the beginning, and this one before its first gradients
         self._sums: list[Any] = [None if one.home is first else one.zeros() for one in programs]
-        self._turned: list[Any] = [None] * len(programs)
+        self._turned: list[dict[int, Any]] = [{} for _ in programs]
         for at, one in enumerate(programs):
             if one.home is not first or one.forward_turns:
-                self._turn(at)
+                self._turn(at, 0)
         self._given: dict[tuple[int, int], Any] = {}
         self._kept: dict[tuple[int, int], Any] = {}
         self._held: dict[tuple[int, int], Any] = {}
@@ -111,6 +111,7 @@ class Run:
                 do[one.kind](one.stage, one.microbatch)
             for version in () if updating is None else updating.given_up(one):
                 self._params[one.stage].pop(version, None)
+                self._turned[one.stage].pop(version, None)
         self._look([*self._looks])
 
     def sums(self, stage: int) -> Any:
@@ -123,7 +124,7 @@ class Run:
         own, at = self._programs[stage], (stage, each)
         given = self._given[at] = (*self.variables[stage], *self.samples[stage][each])
         incoming = self._incoming.pop(at, ())
-        turned = self._turn(stage) if own.forward_turns else ()
+        turned = self._turn(stage, self._used[stage][each]) if own.forward_turns else ()
         ran = own.forward([*self._seen(stage, each), *turned], given, incoming)
         self._held[at] = own.parted(incoming)
         self.results[stage].append(ran.results)
@@ -164,7 +165,9 @@ class Run:
         moved, others = self._held.pop(at)
         given, kept, gradients = self._given.pop(at), self._kept.pop(at), self._gradients.pop(at, ())
         sums = self.sums(stage)
-        self._sums[stage], sent = own.backward(sums, moved, others, self._seen_back(stage, each), given, kept, gradients)
+        self._sums[stage], sent = own.backward(
+            sums, moved, others, self._seen_back(stage, each), given, kept, gradients
+        )
         self._send(stage, each, sent)
         self._wait(own, stage, sent or self._sums[stage])
 
@@ -196,14 +199,14 @@ class Run:
 
     def _seen_back(self, stage: int, each: int) -> list[Any]:
         """Returns these, and those of them that are turned for the way back."""
-        return [*self._seen(stage, each), *self._turn(stage)]
+        return [*self._seen(stage, each), *self._turn(stage, self._used[stage][each])]
 
-    def _turn(self, stage: int) -> Any:
-        """Returns the turned weights of a stage, which all microbatches see."""
-        if self._turned[stage] is None:
-            own = self._programs[stage]
-            self._turned[stage] = own.turn(self._params[stage][0]) if own.turns else ()
-        return self._turned[stage]
+    def _turn(self, stage: int, version: int) -> Any:
+        """Returns the turned weights of a stage, which all microbatches see that see this version."""
+        own, turned = self._programs[stage], self._turned[stage]
+        if version not in turned:
+            turned[version] = own.turn(self._params[stage][version]) if own.turns else ()
+        return turned[version]
 
     def _send(self, stage: int, each: int, sent: Any) -> None:
         if stage:

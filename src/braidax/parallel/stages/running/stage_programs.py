@@ -63,8 +63,8 @@ class StagePrograms:
         self.stage, self.home, self.reads = stage, home, tuple(reads)
         form: dict[str, bool] = {"turn_weights": turn_weights, "hold_values": home.is_one_cpu}
         self._passes = passes = Passes(stage, params=PARAMS, recompute=recompute, mesh=home.traced_on, **form)
-        self.turns, self.forward_turns = bool(passes.turned), passes.forward_turns
-        """Whether a backward pass is given turned weights, behind `params`, and a forward pass, too."""
+        self.products, self.turns, self.forward_turns = passes.products, bool(passes.turned), passes.forward_turns
+        """Options for products; whether a backward pass is given turned weights behind `params`, a forward pass too."""
         self.read_pieces = tuple(dict.fromkeys((one.owner, one.piece) for one in reads))
         self._layouts = [layouts.get(one, Layout.whole(pieces[one].shape)) for one in self.read_pieces]
         self.flat, self.flat_on = self._buffers([pieces[one] for one in self.read_pieces], self._layouts)
@@ -165,7 +165,7 @@ class StagePrograms:
         return [*self.flat_specs, *jax.eval_shape(self._turn, self.flat_specs)]
 
     def _compile(self) -> None:
-        home, whole, of_sums, products = self.home, self.flat_on, self.sums_on, self._passes.products
+        home, whole, of_sums, products = self.home, self.flat_on, self.sums_on, self.products
         moved = tuple(self.incoming_shardings[at] for at in self._moved)
         sent = self.sent_shardings
         others = tuple(self.incoming_shardings[at] for at in self._others)
@@ -218,7 +218,7 @@ class StagePrograms:
         shardings = (self.given_shardings, self.incoming_shardings, self.ran_shardings.kept, self.gradient_shardings)
         buffers = Buffers(
             self._taken, self._stored, self._added, params, given, incoming, kept, gradients, self._kept, self._moved,
-            self._others, dims, shardings, self.params_on, self.sums_on, self.in_parts, self._passes.products,
+            self._others, dims, shardings, self.params_on, self.sums_on, self.in_parts, self.products,
         )  # fmt: skip
         return StageHalves(self._halved, self.home, buffers, self.sent_shardings)
 
