@@ -117,6 +117,23 @@ def test_wide_places_beside_narrow_ones_are_no_borders() -> None:
     assert [border.live_bytes for border in Chain(program).borders()] == [8 * 4 * 4] * 19
 
 
+def test_of_places_about_as_narrow_the_one_is_taken_that_fewest_arrays_cross() -> None:
+    """Each has its price in a message: what a layer begins with is computed by the stage that has it."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch
+        for w in params:
+            x = x + jnp.tanh((x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) @ w)
+        return (x**2).sum()
+
+    params = [draw(64, 64, seed=at) for at in range(3)]
+    program = trace(loss, params, draw(8, 64))
+    chain = Chain(program)
+    borders = chain.borders()
+    assert [border.live_bytes for border in borders] == [8 * 64 * 4] * 2
+    assert [[one.shape for one in stage.incoming] for stage in chain.stages(borders)] == [[], [(8, 64)], [(8, 64)]]
+
+
 def test_named_scopes() -> None:
     case = layers()
     chain = Chain(case.traced())

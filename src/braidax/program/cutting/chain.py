@@ -26,7 +26,7 @@ from .part import Rows, part_of, variables
 _TRANSFORM = re.compile(r"\w+\(([^()]*)\)")
 _SLICED = re.compile(r"(start|limit)_indices=\([^)]*\)")
 _MOST_PIECES = 64  # of a loop, between which borders are looked for
-_ALIKE = 17 / 16  # widths that count as one: of such places that is taken which is right before the next product
+_ALIKE = 17 / 16  # widths that count as one: of such places the last one is taken that fewest arrays cross
 _NARROWER = 1.5  # a border is left out beside one that is so many times narrower on either side,
 _LITTLE = 1 / 1024  # of the work: no border is needed beside it, unless it reads parameters
 _PART_OF_WORK = 1 / 16  # with at most this part of the work between these two
@@ -169,7 +169,7 @@ class Chain:
         What is wide is left out where something narrower is close by on either side.
         """
         line = self._fine()
-        widths, jaxpr = self._widths(line), line.jaxpr
+        (widths, counts), jaxpr = self._widths(line), line.jaxpr
         own = [at for at in range(len(jaxpr.eqns)) if at not in line.free.equations]
         costs = {at: cost_of(jaxpr.eqns[at]) for at in own}
         each = {at: one.flops + one.read_bytes for at, one in costs.items()}
@@ -186,7 +186,7 @@ class Chain:
             places = [at for at in own if one < at <= other and self._is_border(line, at)]
             if places:
                 least = min(widths[at] for at in places) * _ALIKE
-                best = next(at for at in reversed(places) if widths[at] <= least)
+                best = min((at for at in reversed(places) if widths[at] <= least), key=counts.__getitem__)
                 found.append((self._border(line, best, widths[best]), done[best]))
         ends = [(Border(-1), 0.0), *found, (Border(len(jaxpr.eqns)), work)]
         kept = (at for at in range(1, len(ends) - 1) if not _is_wide(ends, at, work * _PART_OF_WORK))
@@ -211,7 +211,7 @@ class Chain:
             )
         if not any(at < first and not is_light(self._jaxpr.eqns[at]) for at in own):
             raise ArgumentError(f"cuts has {name!r}, before which the loss does nothing: a cut there leaves no stage")
-        return self._border(line, first, self._widths(line)[first])
+        return self._border(line, first, self._widths(line)[0][first])
 
     def _is_border(self, line: _Line, at: int) -> bool:
         """Whether a cut may go before an equation: what joins the stacks of a loop belongs to that."""
@@ -220,8 +220,8 @@ class Chain:
     def _border(self, line: _Line, at: int, width: int) -> Border:
         return Border(*line.origins[at], width, line_of(line.jaxpr.eqns[at].source_info))
 
-    def _widths(self, line: _Line) -> list[int]:
-        """Returns for each equation the bytes of the values that are made before it and read from there on."""
+    def _widths(self, line: _Line) -> tuple[list[int], list[int]]:
+        """Returns for each equation the values that are made before it and read from there on: bytes, and how many arrays."""
         made, last = dict[Var, int](), dict[Var, int]()
         for at, equation in enumerate(line.jaxpr.eqns):
             if at not in line.free.equations:
@@ -230,11 +230,13 @@ class Chain:
         loss = line.jaxpr.outvars[self._loss]
         if not isinstance(loss, Constant) and loss in made:
             last[loss] = len(line.jaxpr.eqns)
-        changes = [0] * (len(line.jaxpr.eqns) + 2)
+        changes = [[0] * (len(line.jaxpr.eqns) + 2) for _ in range(2)]
         for one, end in last.items():
-            changes[made[one] + 1] += bytes_of(aval_of(one))
-            changes[end + 1] -= bytes_of(aval_of(one))
-        return [*accumulate(changes)]
+            for own, size in zip(changes, (bytes_of(aval_of(one)), int(aval_of(one).ndim > 0)), strict=True):
+                own[made[one] + 1] += size
+                own[end + 1] -= size
+        widths, counts = ([*accumulate(own)] for own in changes)
+        return widths, counts
 
     # The stages
 

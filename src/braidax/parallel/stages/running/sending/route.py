@@ -171,6 +171,8 @@ def joined(
 
 def shard_on(array: Any, device: Any) -> Any:
     """Returns the part of an array on a device of this process."""
+    if isinstance(array.sharding, SingleDeviceSharding):
+        return array
     shards = array.addressable_shards
     if len(shards) == 1:
         return shards[0].data
