@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braidax.errors import ArgumentError
+from braidax.parallel.stages.pipeline import Pipeline
 from braidax.parallel.stages.schedules import (
     Costs,
     Kind,
@@ -110,6 +111,13 @@ def test_lists_are_those_of_the_papers() -> None:
     assert " ".join(map(str, dual_pipe_v(1, 2).lists[0])) == "0F0 1F0 0F1 1B0 1F1 0B0 1B1 0I1 0W1 0U0 1U0"
     assert " ".join(map(str, pipedream(2, 2).lists[0])) == "0F0 0F1 0B0 0U0 0B1 0U1"
     assert interleaved(2, 4, 1).lists == NAMED["1F1B"](2, 4).lists
+
+
+@pytest.mark.parametrize("name", sorted(FLUSHED))
+def test_a_pipeline_takes_each_by_its_name(name: str) -> None:
+    assert Pipeline(name).scheduled(2, 8).lists == FLUSHED[name](2, 8).lists
+    if FLUSHED[name](2, 8).num_stages == 2:
+        assert Pipeline(name, stages=(1, 2)).places(3) == (2,)  # one that several devices have
 
 
 def test_asynchronous_ones_state_their_staleness() -> None:

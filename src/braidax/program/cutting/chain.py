@@ -221,7 +221,7 @@ class Chain:
         return Border(*line.origins[at], width, line_of(line.jaxpr.eqns[at].source_info))
 
     def _widths(self, line: _Line) -> tuple[list[int], list[int]]:
-        """Returns for each equation the values that are made before it and read from there on: bytes, and how many arrays."""
+        """Returns for each equation what is made before it and read from there on: bytes, and how many arrays."""
         made, last = dict[Var, int](), dict[Var, int]()
         for at, equation in enumerate(line.jaxpr.eqns):
             if at not in line.free.equations:
