@@ -26,16 +26,20 @@ _WIDENED = "broadcast_in_dim"
 def held(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a program of the same values, bit by bit, in which large values with several readers are computed once.
 
-    Values within loops are left alone. Of a program that is given no number of 32 bits nothing is changed.
+    Values within loops are left alone. The vectors are made of the first input with enough numbers of 32 bits:
+    parameters come first, and what is given up should not have to be there until the end. Without such an input
+    nothing is changed.
     """
     jaxpr = closed.jaxpr
-    source = max((one for one in jaxpr.invars if _is_source(one)), key=lambda one: aval_of(one).size, default=None)
-    if source is None:
-        return closed
     counts, made = _readers(jaxpr), {one: equation for equation in jaxpr.eqns for one in equation.outvars}
+    repeated = {id(one): max(aval_of(one.outvars[0]).shape) for one in jaxpr.eqns if _is_repeated(one, counts, made)}
+    least = max(repeated.values(), default=0)
+    source = next((one for one in jaxpr.invars if _is_source(one) and aval_of(one).size >= least), None)
+    if source is None or not repeated:
+        return closed
     equations: list[JaxprEqn] = []
     for equation in jaxpr.eqns:
-        if not _is_repeated(equation, counts, made) or max(aval_of(equation.outvars[0]).shape) > aval_of(source).size:
+        if id(equation) not in repeated:
             equations.append(equation)
             continue
         (result,) = equation.outvars

@@ -70,7 +70,7 @@ class Run:
         self._sums: list[Any] = [None if one.home is first else one.zeros() for one in programs]
         self._turned: list[dict[int, Any]] = [{} for _ in programs]
         for at, one in enumerate(programs):
-            if one.home is not first or one.forward_turns:
+            if one.home is not first:
                 self._turn(at, 0)
         self._given: dict[tuple[int, int], Any] = {}
         self._kept: dict[tuple[int, int], Any] = {}
