@@ -25,6 +25,7 @@ from braidax.parallel.stages.schedules import (
 )
 from braidax.parallel.stages.schedules.named.v_shape import _blocks  # pyright: ignore[reportPrivateUsage]
 from braidax.parallel.stages.schedules.versions import given_up
+from braidax.parallel.stages.searching import named
 from tests.support.parallel.stages.pipelines import FLUSHED, NAMED
 
 
@@ -118,6 +119,10 @@ def test_a_pipeline_takes_each_by_its_name(name: str) -> None:
     assert Pipeline(name).scheduled(2, 8).lists == FLUSHED[name](2, 8).lists
     if FLUSHED[name](2, 8).num_stages == 2:
         assert Pipeline(name, stages=(1, 2)).places(3) == (2,)  # one that several devices have
+
+
+def test_a_search_begins_with_all_that_flush() -> None:
+    assert {one.name for one in named(2, 8)} == FLUSHED.keys()
 
 
 def test_asynchronous_ones_state_their_staleness() -> None:

@@ -77,11 +77,10 @@ def test_what_is_read_once_small_or_made_of_two_large_values_stays(monkeypatch: 
         return sum(one.primitive.name == "bitcast_convert_type" for one in held(closed).jaxpr.eqns)
 
     x, y = X[0], X[1]
-    twice = lambda x: (x + 1.0, (x + 1.0) * x)  # noqa: E731
     assert count(lambda x: (lambda y: (y, y * x))(x + 1.0), x) == 0  # 32 KiB
     monkeypatch.setattr(module, "_LARGE_BYTES", 0)
     assert count(lambda x: (lambda y: (y, y * x))(x + 1.0), x) == 1
-    assert count(twice, x) == 0  # each of the two is read once
+    assert count(lambda x: (x + 1.0, (x + 1.0) * x), x) == 0  # each of the two is read once
     assert count(lambda x, y: (lambda z: (z, z * x))(x + y), x, y) == 0
     assert count(lambda x: (lambda z: (z, z * 2.0))(jnp.exp(x)), x) == 0  # dear: XLA computes it once
     assert count(lambda x: (lambda z: (z, jnp.exp(z)))((x + 1.0).reshape(-1)), x) == 1  # by way of a shape

@@ -78,7 +78,7 @@ class Passes:
     def taken(self) -> tuple[Any, ...]:
         """Specs of what the passes take of the arguments of the loss, and of turned weights."""
         *taken, _ = self.stage.program.in_specs
-        return (*taken, jax.eval_shape(self.turn, taken)) if self.turned else tuple(taken)
+        return (*taken, jax.eval_shape(self.turn, taken))
 
     @property
     def forward_turns(self) -> bool:

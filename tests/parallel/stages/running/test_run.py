@@ -23,7 +23,7 @@ from braidax.parallel.stages.schedules import (
     zero_bubble_h1,
 )
 from braidax.parallel.stages.schedules.dependencies import Dependencies
-from braidax.program.halving import turned_weights
+from braidax.program.halving import held, turned_weights
 from tests.support.parallel.stages.running.cases import Case, check, gradients_of, mlp, pipelined
 from tests.support.program.cutting.models import draw
 
@@ -65,6 +65,33 @@ def test_few_microbatches_and_versions_of_weights_are_not_worth_turning(
     monkeypatch.setattr(turned_weights, "LARGE_BYTES", 0)
     run = pipelined(dense(samples=12), make())
     assert [(one.turns, one.products) for one in run.stage_programs] == [(False, AS_IS)] * 2
+
+
+@pytest.mark.parametrize("make", [one_forward_one_backward, zero_bubble_h1])
+def test_all_passes_of_a_stage_on_a_cpu_are_packed_and_compute_values_once(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turned_weights, "LARGE_BYTES", 0)
+    monkeypatch.setattr(held, "_LARGE_BYTES", 0)
+    compiled, seen = Home.compile, set[tuple[str, bool, bool]]()
+
+    def compile(self: Home, fn: Any, ins: Any, outs: Any, **options: Any) -> Any:
+        run = compiled(self, fn, ins, outs, **options)
+
+        def called(*args: Any) -> Any:
+            once = "bitcast_convert_type" in str(jax.make_jaxpr(fn)(*args))
+            seen.add((fn.__name__, options.get("products") is PACKED, once))
+            return run(*args)
+
+        return called
+
+    monkeypatch.setattr(Home, "compile", compile)
+    run, case = pipelined(dense(), make(2, 4)), dense()
+    check(run, case, case.expected(4))
+    kinds = {(name, is_packed) for name, is_packed, _ in seen}
+    passes = {"_forward", "run"} | ({"_inputs"} if make is zero_bubble_h1 else set())  # `run` adds to sums
+    assert kinds == {(name, True) for name in passes} | {(name, False) for name, _ in kinds if name not in passes}
+    assert {name for name, _, once in seen if once} == passes
 
 
 def test_options_of_the_user_prevail_over_those_of_products() -> None:
@@ -113,7 +140,8 @@ def dense(*, tied: bool = False, samples: int = 16) -> Case:
     def loss(params: Any, batch: Any, key: Any, variables: Any) -> Any:
         x = batch["x"] @ (params["w0"].T if tied else params["w0"])
         for at in range(1, 4):
-            x = jnp.tanh(x) @ params[f"w{at}"]
+            x = x - x.mean(-1, keepdims=True) + 1.0
+            x = (x * jnp.tanh(x)) @ params[f"w{at}"]
         return ((x.sum(-1) - batch["y"]) ** 2).mean(), {"variables": variables}
 
     params = {f"w{at}": draw(4, 4, seed=at) for at in range(4)}

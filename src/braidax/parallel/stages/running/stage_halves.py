@@ -74,14 +74,14 @@ class StageHalves:
         spent, rest = (tuple(on_kept[at] for at in places) for places in (self._spent, self._rest))
         ins = ((done, spent), held, tuple(others), buffers.on_params, given, rest, tuple(on_gradients))
         self.handed_shardings = tuple(handed)
-        form: dict[str, Any] = {"products": buffers.products}
-        self._to_inputs = home.compile(self._inputs, ins, (tuple(sent), tuple(handed)), donate=(0,), **form)
+        outs, products = (tuple(sent), tuple(handed)), buffers.products
+        self._to_inputs = home.compile(self._inputs, ins, outs, donate=(0,), products=products)
         places = ((others, self._others), (on_kept, self._kept), (on_gradients, self._gradients))
         picked = (tuple(one[at] for at in own) for one, own in places)
         ins = (buffers.on_sums, tuple(handed), held, *picked, buffers.on_params, given)
         self._gradients_of = self._left_in_parts() if buffers.in_parts else self._second
         weights = adding_in_loops(self._weights, mesh=home.traced_on)
-        self._to_weights = home.compile(weights, ins, buffers.on_sums, donate=(0,), **form)
+        self._to_weights = home.compile(weights, ins, buffers.on_sums, donate=(0,), products=products)
 
     @property
     def kept_bytes(self) -> int:

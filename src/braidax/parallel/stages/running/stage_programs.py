@@ -61,8 +61,14 @@ class StagePrograms:
         turn_weights: bool = False,
     ) -> None:
         self.stage, self.home, self.reads = stage, home, tuple(reads)
-        form: dict[str, bool] = {"turn_weights": turn_weights, "hold_values": home.is_one_cpu}
-        self._passes = passes = Passes(stage, params=PARAMS, recompute=recompute, mesh=home.traced_on, **form)
+        self._passes = passes = Passes(
+            stage,
+            params=PARAMS,
+            recompute=recompute,
+            turn_weights=turn_weights,
+            hold_values=home.is_one_cpu,
+            mesh=home.traced_on,
+        )
         self.products, self.turns, self.forward_turns = passes.products, bool(passes.turned), passes.forward_turns
         """Options for products; whether a backward pass is given turned weights behind `params`, a forward pass too."""
         self.read_pieces = tuple(dict.fromkeys((one.owner, one.piece) for one in reads))

@@ -45,9 +45,9 @@ def one_forward_one_backward(num_devices: int, num_microbatches: int) -> Schedul
 def eager_one_forward_one_backward(num_devices: int, num_microbatches: int) -> Schedule:
     """1F1B in which a stage runs twice as many forwards ahead: what is late by less than one of them holds up nobody.
 
-    Source: Zhuang et al., "On Optimizing the Communication of Model Parallelism" (MLSys 2023), section 4
-    ("eager-1F1B"). Behind the last forward of a stage backwards are in halves: nothing else is left to do while
-    the stage before waits for a gradient (Qi et al., ICLR 2024).
+    Source: Zhuang et al., "On Optimizing the Communication of Model Parallelism" (MLSys 2023),
+    "eager-1F1B". Behind the last forward of a stage backwards are in halves: nothing else is left to do while the stage
+    before waits for a gradient (Qi et al., ICLR 2024).
 
     **Arguments:** `num_devices`: one stage each. **Raises:** `ArgumentError` for a count below 1.
     """
