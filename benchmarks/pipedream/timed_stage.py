@@ -24,7 +24,7 @@ class TimedStage:
         taken, options = [*given, passes.turn(given)], dict(passes.products)
 
         def backward(sums: list[Any], *given: Any) -> Any:
-            sent, own = halved.backward(*given)
+            _, sent, own = halved.backward(*given)
             return added(sums, own), sent
 
         self._forward = jax.jit(passes.forward, compiler_options=options)

@@ -122,15 +122,33 @@ class Passes:
         **Returns:** the gradients of its parameters, None for what is frozen, and of its incoming values, None for what
         is no float.
         """
-        given = (*outgoing, *results)
+        inputs = self._inputs(taken, incoming, (*outgoing, *results))
+        if self.recompute:
+            return self._gradients(taken, self._halves.run_both(inputs)[len(self._outputs) :])
+        return self._gradients(taken, self._halves.run_second(inputs, kept))
+
+    def forward_backward(
+        self, taken: Sequence[Any], incoming: Sequence[Any], results: Any
+    ) -> tuple[list[Any], Any, list[Any]]:
+        """Runs a stage that sends nothing on, and goes back through it.
+
+        **Arguments:** `taken`, `incoming`: as of `forward`. `results`: gradients of what it gives, None for what has
+        none.
+
+        **Returns:** what it gives, and what `backward` returns.
+        """
+        found, count = self._halves.run_both(self._inputs(taken, incoming, results)), len(self._outputs)
+        return found[:count], *self._gradients(taken, found[count:])
+
+    def _inputs(self, taken: Sequence[Any], incoming: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+        """Returns what both passes take. **Arguments:** `given`: gradients of what the stage gives, or None."""
         pairs = [(self._outputs[at], given[at]) for at in self._pulled]
         gradients = [jnp.zeros(spec.shape, spec.dtype) if one is None else one for spec, one in pairs]
-        inputs = [*jax.tree.leaves(taken), *incoming, *gradients]
-        if self.recompute:
-            found = self._halves.run_both(inputs)[len(self._outputs) :]
-        else:
-            found = self._halves.run_second(inputs, kept)
-        sent, count = list[Any]([None] * len(incoming)), len(self._floats)
+        return [*jax.tree.leaves(taken), *incoming, *gradients]
+
+    def _gradients(self, taken: Sequence[Any], found: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Returns gradients as `backward` does. **Arguments:** `found`: of incoming floats and of what is trained."""
+        sent, count = list[Any]([None] * len(self.stage.incoming)), len(self._floats)
         for at, one in zip(self._floats, found[:count], strict=True):
             sent[at] = one
         own = dict(zip(self.trained, found[count:], strict=True))

@@ -136,7 +136,7 @@ class _Timer:
         self._sends_back = any(map(is_float, stage.incoming))
 
         def whole(sums: Sequence[Any], *given: Any) -> tuple[list[Any], list[Any]]:
-            sent, own = halved.backward(*given)
+            _, sent, own = halved.backward(*given)
             return added(sums, own), sent
 
         def weights(sums: Sequence[Any], *given: Any) -> tuple[list[Any], list[Any]]:
@@ -170,7 +170,7 @@ class _Timer:
 
     def _left(self, back: Sequence[Any]) -> list[Any]:
         """Returns what the second half is given. **Arguments:** `back`: what the whole pass is."""
-        handed = self._inputs(*back)[1]
+        handed = self._inputs(*back)[-1]
         held = [
             [one if at in own else None for at, one in enumerate(part)]
             for own, part in zip(self._halved.left, back[1:], strict=True)

@@ -1,7 +1,11 @@
-"""One order of all operations, in which one process dispatches what several devices do."""
+"""One order of all operations, in which one process dispatches what several devices do, and which of them as one."""
+
+from collections.abc import Mapping
+from itertools import pairwise
 
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.schedules import Kind, Operation, Schedule
+from braidax.parallel.stages.schedules.operations import BACKWARDS
 
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
@@ -32,3 +36,17 @@ def dispatch_order(schedule: Schedule) -> tuple[Operation, ...]:
             waiting = [str(lists[at]) for at, lists in zip(places, schedule.lists, strict=True) if at < len(lists)]
             raise ArgumentError(f"schedule {schedule.name!r} waits for itself at {', '.join(waiting)}")
     return tuple(found)
+
+
+def at_once(schedule: Schedule) -> Mapping[Operation, Operation]:
+    """Returns the forward passes of the last stage behind which its device goes back at once, each with how it does.
+
+    What it receives in between is for other microbatches.
+    """
+    last = schedule.num_stages - 1
+    return {
+        one: back
+        for operations in schedule.lists
+        for one, back in pairwise(one for one in operations if one.kind not in _RECEIVES)
+        if one == Operation(Kind.FORWARD, last, back.microbatch) and back.stage == last and back.kind in BACKWARDS
+    }

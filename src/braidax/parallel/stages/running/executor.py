@@ -13,12 +13,12 @@ from braidax.parallel.compute.metrics import MetricDims
 from braidax.parallel.plan.layout import Layout
 from braidax.parallel.plan.plan import Plan
 from braidax.parallel.stages.products import packs
-from braidax.parallel.stages.schedules import Operation, Schedule, Versions, validate, with_transfers
+from braidax.parallel.stages.schedules import Schedule, validate, with_transfers
 from braidax.parallel.stages.stage_layouts import Placing
 from braidax.program import Program, Stage, named_leaves
 from braidax.spans import OPERATIONS, span
 
-from .dispatch_order import dispatch_order
+from .dispatch_order import at_once, dispatch_order
 from .feeding import Feeding, Given, check_batch
 from .flush import Flush, StageResults, piece_specs
 from .home import Home
@@ -76,7 +76,7 @@ class Pipelined:
         agreement: Agreement | None = None,
     ) -> None:
         _check_counts(stages, schedule, meshes)
-        self.schedule, self._order, self.versions = _in_order(schedule)
+        self._follow(schedule)
         self.program, self._stages = program, tuple(stages)
         self.observe: Observer | None = None
         self._sockets = None if agreement is None else Sockets(agreement)
@@ -107,6 +107,14 @@ class Pipelined:
             self.stage_programs.append(made)
             dims = made.outgoing_dims
         self._prepare(pieces)
+
+    def _follow(self, schedule: Schedule) -> None:
+        """Gives it a schedule, with transfers, and in which order that is dispatched."""
+        self.versions = validate(schedule)
+        """Which weights it computes with."""
+        if schedule.num_devices > 1 and not any(one.is_transfer for one in schedule.operations()):
+            schedule = with_transfers(schedule)
+        self.schedule, self._order, self._at_once = schedule, dispatch_order(schedule), at_once(schedule)
 
     def _check_owned(self) -> None:
         """Checks that what several stages read is updated at one moment."""
@@ -150,7 +158,7 @@ class Pipelined:
                 raise ArgumentError(f"schedule has {name}={new}, expected {old}, for which stages are compiled")
         found = copy.copy(self)
         _check_counts(self._stages, schedule, [home.mesh for home in dict.fromkeys(self.homes)])
-        found.schedule, found._order, found.versions = _in_order(schedule)
+        found._follow(schedule)
         check_variables(self.program, self._stages, found.schedule)
         return found
 
@@ -237,7 +245,7 @@ class Pipelined:
         names, specs = zip(*self._batch_specs, strict=True)
         check_batch(specs, [one.array for one in batch], self.schedule.num_microbatches, names)
         used = self.versions.used
-        run = Run(self.stage_programs, self._ways, self._params(pieces), used)
+        run = Run(self.stage_programs, self._ways, self._params(pieces), used, self._at_once)
         for feeding, given in zip(self.feeding, run.samples, strict=True):
             given.extend(feeding.begin(key, self.homes[0], batch))
         held = list(variables)
@@ -288,14 +296,6 @@ class Pipelined:
         ]
         pairs = zip(self.flushes, sums, lent, strict=True)
         return tuple(flush.means(own, given) for flush, own, given in pairs)
-
-
-def _in_order(schedule: Schedule) -> tuple[Schedule, tuple[Operation, ...], Versions]:
-    """Returns a schedule with transfers, in which order it is dispatched, and which weights it computes with."""
-    found = validate(schedule)
-    if schedule.num_devices > 1 and not any(one.is_transfer for one in schedule.operations()):
-        schedule = with_transfers(schedule)
-    return schedule, dispatch_order(schedule), found
 
 
 def _check_counts(stages: Sequence[Stage], schedule: Schedule, meshes: Sequence[Mesh]) -> None:

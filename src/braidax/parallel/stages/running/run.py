@@ -1,6 +1,6 @@
 """What there is while a pipeline computes a batch, and how each operation of a schedule is dispatched."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -49,7 +49,7 @@ class Run:
     """What there is while a batch is computed, by stage and microbatch.
 
     **Arguments:** `params`: of each stage, buffers. `used`: of each stage and microbatch, which version of them, as of
-    `Versions`.
+    `Versions`. `at_once`: which operations are dispatched with another one; each by itself where somebody observes.
     """
 
     def __init__(
@@ -58,8 +58,9 @@ class Run:
         ways: Sequence[Ways],
         params: Sequence[list[Any]],
         used: Sequence[Sequence[int]],
+        at_once: Mapping[Operation, Operation],
     ) -> None:
-        self._programs, self._ways, self._used = programs, ways, used
+        self._programs, self._ways, self._used, self._at_once = programs, ways, used, at_once
         self._params: list[dict[int, list[Any]]] = [{0: one} for one in params]
         count = len(used[0])
         self.samples: list[list[tuple[Any, ...]]] = [[] for _ in programs]
@@ -84,6 +85,7 @@ class Run:
         self.observe: Observer | None = None
         self.updating: Updating | None = None
         self._now: Operation | None = None
+        self._done: set[Operation] = set()
         self._looks: dict[Home, list[Callable[[], None]]] = {}
 
     def all(self, order: Sequence[Operation]) -> None:
@@ -108,7 +110,10 @@ class Run:
                 if not one.is_transfer:
                     self._look([self._programs[one.stage].home])
                 self._now = one
-                do[one.kind](one.stage, one.microbatch)
+                if one in self._done:
+                    self._done.remove(one)
+                else:
+                    do[one.kind](one.stage, one.microbatch)
             for version in () if updating is None else updating.given_up(one):
                 self._params[one.stage].pop(version, None)
                 self._turned[one.stage].pop(version, None)
@@ -124,17 +129,41 @@ class Run:
         own, at = self._programs[stage], (stage, each)
         given = self._given[at] = (*self.variables[stage], *self.samples[stage][each])
         incoming = self._incoming.pop(at, ())
+        back = None if self.observe is not None or self._now is None else self._at_once.get(self._now)
+        if back is not None and (own.sends_back or back.kind is Kind.BACKWARD):
+            self._done.add(back)
+            self._forward_backward(stage, each, incoming, back.kind)
+            return
         turned = self._turn(stage, self._used[stage][each]) if own.forward_turns else ()
         ran = own.forward([*self._seen(stage, each), *turned], given, incoming)
         self._held[at] = own.parted(incoming)
-        self.results[stage].append(ran.results)
         self._kept[at] = ran.kept
-        for place, result in enumerate(self.replaced[stage]):
-            if result is not None:
-                self.variables[stage][place] = ran.results[result]
+        self._resulted(stage, ran.results)
         if stage < len(self._ways):
             (self._incoming if self._ways[stage].is_none else self._outgoing)[stage + 1, each] = ran.outgoing
         self._wait(own, stage, ran)
+
+    def _forward_backward(self, stage: int, each: int, incoming: Sequence[Any], kind: Kind) -> None:
+        own, at = self._programs[stage], (stage, each)
+        moved, others = own.forward_backward.parted(incoming)
+        params, given = self._seen_back(stage, each), self._given[at]
+        if kind is Kind.BACKWARD:
+            del self._given[at]
+            sums = self.sums(stage)
+            self._sums[stage], sent, results = own.forward_backward.whole(sums, moved, others, params, given)
+        else:
+            halves = own.forward_backward.halves
+            results, sent, left = halves.inputs(moved, others, params, given, (), ())
+            self._left[at] = halves.weights, left
+        self._resulted(stage, results)
+        self._send(stage, each, sent)
+        self._wait(own, stage, (sent, results))
+
+    def _resulted(self, stage: int, results: Sequence[Any]) -> None:
+        self.results[stage].append(results)
+        for place, result in enumerate(self.replaced[stage]):
+            if result is not None:
+                self.variables[stage][place] = results[result]
 
     def _send_forward(self, stage: int, each: int) -> None:
         to = stage + 1, each
@@ -175,16 +204,17 @@ class Run:
         own, at = self._programs[stage], (stage, each)
         moved, others = self._held.pop(at)
         given, kept, gradients = self._given[at], self._kept.pop(at), self._gradients.pop(at, ())
-        sent, self._left[at] = own.inputs(moved, others, self._seen_back(stage, each), given, kept, gradients)
+        sent, left = own.inputs(moved, others, self._seen_back(stage, each), given, kept, gradients)
+        self._left[at] = own.weights, left
         self._send(stage, each, sent)
         if sent:
             self._wait(own, stage, sent)
 
     def _weights(self, stage: int, each: int) -> None:
         own, at = self._programs[stage], (stage, each)
-        left, given = self._left.pop(at), self._given.pop(at)
+        (weights, left), given = self._left.pop(at), self._given.pop(at)
         if own.specs:
-            self._sums[stage] = own.weights(self.sums(stage), left, self._seen_back(stage, each), given)
+            self._sums[stage] = weights(self.sums(stage), left, self._seen_back(stage, each), given)
             self._wait(own, stage, self._sums[stage])
 
     def _update(self, stage: int, number: int) -> None:

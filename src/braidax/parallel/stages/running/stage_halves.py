@@ -48,10 +48,13 @@ class Buffers(NamedTuple):
 class StageHalves:
     """What a stage computes for its `I` and `W`, as jitted functions on its home, compiled at their first call.
 
-    **Arguments:** `halved`: the halves. `sent`: where gradients lie that go back.
+    **Arguments:** `halved`: the halves. `sent`: where gradients lie that go back. `results`: where outputs of the loss
+    do, of halves with the forward pass.
     """
 
-    def __init__(self, halved: Halved, home: Home, buffers: Buffers, sent: Sequence[Any]) -> None:
+    def __init__(
+        self, halved: Halved, home: Home, buffers: Buffers, sent: Sequence[Any], results: Sequence[Any] = ()
+    ) -> None:
         self._halved, self._home, self._own = halved, home, buffers
         left = halved.left
         self._moved = [at for at, one in enumerate(buffers.moved) if one in left.incoming]
@@ -74,7 +77,7 @@ class StageHalves:
         spent, rest = (tuple(on_kept[at] for at in places) for places in (self._spent, self._rest))
         ins = ((done, spent), held, tuple(others), buffers.on_params, given, rest, tuple(on_gradients))
         self.handed_shardings = tuple(handed)
-        outs, products = (tuple(sent), tuple(handed)), buffers.products
+        outs, products = (tuple(results), tuple(sent), tuple(handed)), buffers.products
         self._to_inputs = home.compile(self._inputs, ins, outs, donate=(0,), products=products)
         places = ((others, self._others), (on_kept, self._kept), (on_gradients, self._gradients))
         picked = (tuple(one[at] for at in own) for one, own in places)
@@ -96,16 +99,17 @@ class StageHalves:
         given: Sequence[Any],
         kept: Sequence[Any],
         gradients: Sequence[Any],
-    ) -> tuple[Sequence[Any], Any]:
+    ) -> tuple[Sequence[Any], Sequence[Any], Any]:
         """Goes back to what came in, and takes over the memory of what is not needed any more of that.
 
-        **Returns:** the gradients that are sent, and what is to be held for `weights`.
+        **Returns:** outputs of the loss, of halves with the forward pass; the gradients that are sent; and what is to
+        be held for `weights`.
         """
         done, held = tuple(moved[at] for at in self._done), tuple(moved[at] for at in self._moved)
         spent, rest = (tuple(kept[at] for at in places) for places in (self._spent, self._rest))
-        sent, handed = self._to_inputs((done, spent), held, others, params, given, rest, gradients)
+        results, sent, handed = self._to_inputs((done, spent), held, others, params, given, rest, gradients)
         places = ((others, self._others), (kept, self._kept), (gradients, self._gradients))
-        return sent, (handed, held, *(tuple(one[at] for at in own) for one, own in places))
+        return results, sent, (handed, held, *(tuple(one[at] for at in own) for one, own in places))
 
     def weights(self, sums: Sequence[Any], left: Any, params: Sequence[Any], given: Sequence[Any]) -> Any:
         """Returns the sums, in their memory, with what a microbatch adds. **Arguments:** `left`: by `inputs`."""
@@ -122,13 +126,14 @@ class StageHalves:
         given: Sequence[Any],
         rest: Sequence[Any],
         gradients: Sequence[Any],
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    ) -> tuple[tuple[Any, ...], ...]:
         own, (done, spent) = self._own, gone
         kept = _placed(len(own.kept), (*self._spent, *self._rest), (*spent, *rest))
         moved = _placed(len(own.moved), (*self._done, *self._moved), (*done, *held))
         incoming = _placed(len(own.incoming), (*own.moved, *own.others), (*moved, *others))
-        sent, handed = self._halved.inputs(own.taken(params, given), incoming, own.form.unpack(kept), gradients)
-        return tuple(sent), tuple(self._handed.pack(handed))
+        taken, unpacked = own.taken(params, given), own.form.unpack(kept)
+        results, sent, handed = self._halved.inputs(taken, incoming, unpacked, gradients)
+        return tuple(results), tuple(sent), tuple(self._handed.pack(handed))
 
     def _alike(self, handed: Sequence[Any], dims: Sequence[int | None]) -> list[tuple[int, int]]:
         """Returns which of what is handed on can take over the memory of which buffer of what was kept.
@@ -187,7 +192,7 @@ class StageHalves:
 
         def handed(params: Any, given: Any, incoming: Any, kept: Any, gradients: Any) -> Any:
             taken = own.taken(params, given)
-            return self._halved.inputs(taken, incoming, own.form.unpack(kept), gradients)[1]
+            return self._halved.inputs(taken, incoming, own.form.unpack(kept), gradients)[-1]
 
         given = (tuple(one) for one in (own.params, own.given, own.incoming, own.kept, own.gradients))
         traced = trace(handed, *given, mesh=self._home.traced_on)

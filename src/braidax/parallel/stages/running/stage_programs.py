@@ -17,6 +17,7 @@ from braidax.program.halving.turned import made_by_products
 from braidax.program.putting_off.parts import left_in_parts
 
 from .flat import Flat
+from .forward_backward import ForwardBackward
 from .home import Home
 from .owning.ownership import Piece, Read
 from .sending.absent import absent
@@ -211,22 +212,39 @@ class StagePrograms:
     @cached_property
     def halves(self) -> StageHalves:
         """The halves of the backward pass, of a stage that sends something back."""
-        incoming = self.stage.incoming
-        params, given = self.params_specs, self.given_specs
-        kept = jax.eval_shape(self._kept.pack, list(self._kept.specs))
         gradients = [self.stage.outgoing[at] for at in self.float_outgoing]
-        dims = (
-            self._given_dims,
-            self._incoming_dims,
-            self._kept.dims,
-            [self.outgoing_dims[at] for at in self.float_outgoing],
+        dims = [self.outgoing_dims[at] for at in self.float_outgoing]
+        buffers = self._buffers_of(
+            self._kept, self._moved, self._others, self.ran_shardings.kept, gradients, dims, self.gradient_shardings
         )
-        shardings = (self.given_shardings, self.incoming_shardings, self.ran_shardings.kept, self.gradient_shardings)
-        buffers = Buffers(
-            self._taken, self._stored, self._added, params, given, incoming, kept, gradients, self._kept, self._moved,
-            self._others, dims, shardings, self.params_on, self.sums_on, self.in_parts, self.products,
-        )  # fmt: skip
         return StageHalves(self._halved, self.home, buffers, self.sent_shardings)
+
+    @cached_property
+    def forward_backward(self) -> ForwardBackward:
+        """Both passes at once, of a stage that sends nothing on."""
+        others = [at for at in range(len(self.stage.incoming)) if at not in self._floats]
+        buffers = self._buffers_of(Flat([]), self._floats, others)
+        on = self.sent_shardings, self.ran_shardings.results
+        return ForwardBackward(self._passes, self.home, buffers, *on)
+
+    def _buffers_of(
+        self,
+        form: Flat,
+        moved: Sequence[int],
+        others: Sequence[int],
+        on_kept: Sequence[Any] = (),
+        gradients: Sequence[Any] = (),
+        dims_of_gradients: Sequence[int | None] = (),
+        on_gradients: Sequence[Any] = (),
+    ) -> Buffers:
+        """Returns how the stage has what a pass is given. **Arguments:** `form`: of what is kept."""
+        kept = jax.eval_shape(form.pack, list(form.specs))
+        dims = self._given_dims, self._incoming_dims, form.dims, dims_of_gradients
+        shardings = self.given_shardings, self.incoming_shardings, on_kept, on_gradients
+        return Buffers(
+            self._taken, self._stored, self._added, self.params_specs, self.given_specs, self.stage.incoming, kept,
+            gradients, form, moved, others, dims, shardings, self.params_on, self.sums_on, self.in_parts, self.products,
+        )  # fmt: skip
 
     def inputs(
         self,
@@ -244,7 +262,8 @@ class StagePrograms:
         """
         if not self.sends_back:
             return (), (moved, others, kept, gradients)
-        return self.halves.inputs(moved, others, params, given, kept, gradients)
+        _, sent, left = self.halves.inputs(moved, others, params, given, kept, gradients)
+        return sent, left
 
     def weights(self, sums: Sequence[Any], left: Any, params: Sequence[Any], given: Sequence[Any]) -> Any:
         """Returns the sums, in their memory, with what a microbatch adds. **Arguments:** `left`: by `inputs`."""
@@ -288,7 +307,7 @@ class StagePrograms:
         held = dict(zip((*self._moved, *self._others), (*moved, *others), strict=True))
         incoming = [held.get(at, jnp.zeros(one.shape, one.dtype)) for at, one in enumerate(self.stage.incoming)]
         taken, kept = self._taken(params, given), self._kept.unpack(kept)
-        sent, own = self._halved.backward(taken, incoming, kept, gradients)
+        _, sent, own = self._halved.backward(taken, incoming, kept, gradients)
         return self._stored(own), tuple(sent)
 
     def totals(self, sums: Sequence[Any]) -> list[Any]:
