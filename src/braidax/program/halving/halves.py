@@ -24,7 +24,7 @@ from .held import held
 from .loop_parts import LoopParts, Operand, stacked, with_parts
 from .merged import loops_merged
 from .opened import BARRIER, is_loop, written_out
-from .turned import products_turned
+from .turned import batches_first, products_turned
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def halves(program: Program, num_first: int, *, free: Collection[int] = (), late
         program.closed, [True] * len(program.closed.jaxpr.outvars), [False] * len(program.closed.in_avals)
     )
     closed = written_out(pruned)
-    jaxpr = products_turned(closed.jaxpr)
+    jaxpr = batches_first(products_turned(closed.jaxpr))
     firsts, others = jaxpr.outvars[:num_first], jaxpr.outvars[num_first:]
     effects = _Effects.of(jaxpr, [jaxpr.invars[at] for at in late])
     crossing = Crossing(alive(jaxpr, firsts, effects=effects.first))

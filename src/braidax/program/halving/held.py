@@ -19,7 +19,7 @@ from braidax.program.bodies import aval_of
 from .opened import written
 
 _LARGE_BYTES = 64 << 10
-_CHEAP = frozenset({"add", "add_any", "sub", "mul", "max", "min", "neg", "square", "integer_pow"})
+_CHEAP = frozenset({"add", "add_any", "sub", "mul", "max", "min", "neg", "square", "integer_pow", "transpose"})
 _WIDENED = "broadcast_in_dim"
 
 
