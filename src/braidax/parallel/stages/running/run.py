@@ -166,10 +166,14 @@ class Run:
                 self.variables[stage][place] = results[result]
 
     def _send_forward(self, stage: int, each: int) -> None:
-        to = stage + 1, each
-        moved = self._ways[stage].forward.send(self._outgoing.pop(to))
+        to, way = (stage + 1, each), self._ways[stage].forward
+        outgoing = self._outgoing.pop(to)
+        moved = way.send(outgoing)
         if moved is not None:
             self._incoming[to] = moved
+        if stage == each == 0 and way.sends and self._programs[stage].home.is_one_cpu:
+            # All others wait for this, and what is dispatched meanwhile takes its time from the same cores.
+            jax.block_until_ready(outgoing)
 
     def _receive_forward(self, stage: int, each: int) -> None:
         way = self._ways[stage - 1].forward
