@@ -14,6 +14,7 @@ from braidax.errors import ArgumentError
 from braidax.program import named_leaves, specs_of
 
 from .compiler_options import CompilerOptions, compiler_options, options_of_plan
+from .compute.heap import keep_heaps
 from .compute.work import GRAD_NORM, Work
 from .given.dim_names import Rules
 from .given.initial import trace_init, traced_loss
@@ -137,6 +138,7 @@ def parallelize(
         check_strategies(over, roles)
         _check_decorator(roles, servers)
         _check_microbatches(microbatches)
+        keep_heaps(over)
         options = {"microbatches": microbatches, "compiler_options": compiler_options, "rules": rules}
         return partial(TrainStep, mesh=over, strategies=roles, batch=batch, **options)
     strategies = {} if strategies is None and plan is not None else strategies
@@ -158,6 +160,7 @@ def parallelize(
     if plan is not None:
         check_mesh(plan, mesh)
         check_devices(plan, mesh)
+    keep_heaps(mesh)
     return given.step(plan) if stages_axis(strategies) is None else given.pipelined_step(plan)
 
 
