@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core.primitives import dot_general_p
 
 from braidax.parallel.stages.halved import Halved
 from braidax.parallel.stages.passes import Passes, is_float
 from braidax.program import Chain, Stage
+from braidax.program.bodies import equations_of
 from tests.support.program.cutting.models import draw, gpt, layers, residual
 
 CASES = {"layers": layers(4), "gpt": gpt(3), "residual": residual(norm=True)}
@@ -58,16 +60,50 @@ def test_halves_equal_the_whole(name: str, which: int, recompute: bool) -> None:
     back = taken, incoming, made.kept, [one for one in drawn(passes.stage.outgoing) if is_float(one)]
     expected = jax.jit(lambda *args: whole(passes, *args))(*back)
 
-    sent, handed = jax.jit(halved.inputs)(*back)
+    _, sent, handed = jax.jit(halved.inputs)(*back)
     parts = zip(halved.left, back[1:], strict=True)
     held = [[one if at in own else None for at, one in enumerate(part)] for own, part in parts]
     own = jax.jit(halved.weights)(taken, *held, handed)
-    for found in ((sent, own), jax.jit(halved.backward)(*back)):
+    for found in ((sent, own), jax.jit(halved.backward)(*back)[1:]):
         assert jax.tree.structure(found) == jax.tree.structure(expected)
         jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-6), found, expected)
     assert [(one.shape, one.dtype) for one in handed] == [(one.shape, one.dtype) for one in halved.handed]
     assert any(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(own))
     assert bool(sent) == (which > 0)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["layers", pytest.param("gpt", marks=pytest.mark.slow)])
+def test_of_a_last_stage_the_forward_pass_may_be_part_of_both(name: str, recompute: bool) -> None:
+    """And nothing is kept, nor does any product run twice."""
+    passes = Passes(stage_of(name, 2), recompute=recompute)
+    apart, halved = Halved(passes), Halved(passes, with_forward=True)
+    *taken, incoming = drawn(passes.stage.program.in_specs)
+    made = jax.jit(passes.forward)(taken, incoming)
+    _, sent, own = jax.jit(apart.backward)(taken, incoming, made.kept, [])
+    expected = [*made.results], sent, own
+
+    results, sent, handed = jax.jit(halved.inputs)(taken, incoming, [], [])
+    held = [one if at in halved.left.incoming else None for at, one in enumerate(incoming)]
+    own = jax.jit(halved.weights)(taken, held, [], [], handed)
+    assert halved.left.kept == halved.left.outgoing == ()
+    for found in ((results, sent, own), jax.jit(halved.backward)(taken, incoming, [], [])):
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-6), found, expected)
+    both = jax.make_jaxpr(halved.backward)(taken, incoming, [], [])
+    parts = (
+        jax.make_jaxpr(halved.inputs)(taken, incoming, [], []),
+        jax.make_jaxpr(halved.weights)(taken, held, [], [], handed),
+    )
+    once = jax.make_jaxpr(passes.forward)(taken, incoming), jax.make_jaxpr(apart.inputs)(taken, incoming, made.kept, [])
+    assert sum(map(products, parts)) == products(both)
+    if not recompute:
+        assert products(parts[0]) == sum(map(products, once))
+
+
+def products(closed: Any) -> int:
+    """How many there are, within loops too."""
+    return sum(equation.primitive is dot_general_p for _, equation in equations_of(closed.jaxpr))
 
 
 def test_what_is_held_between_the_halves() -> None:

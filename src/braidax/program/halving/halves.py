@@ -19,12 +19,13 @@ from braidax.program.prune import prune
 from braidax.program.trace import Program
 
 from .alive import alive, made_of
+from .batched import batches_first
 from .crossing import Crossing
 from .held import held
 from .loop_parts import LoopParts, Operand, stacked, with_parts
 from .merged import loops_merged
 from .opened import BARRIER, is_loop, written_out
-from .turned import batches_first, products_turned
+from .turned import products_turned
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Values that several operations read, computed once.
 
 XLA for CPUs computes a cheap value again in each of its readers, and all that it is made of as well: in a chain of
-layers that add to one another the last one added up all, three times. It does so only where a reader need not read
+layers that add to one another the last one added up all, three times; and what is brought in another order for a
+product, and handed on, it brings there twice. It does so only where a reader need not read
 more than one large operand for that. So values are multiplied by a product of two vectors, which is one: the compiler
 of the loop knows that, the one that decides what is computed where does not.
 """

@@ -46,40 +46,6 @@ def products_turned(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=[one for equation in kept for one in _over_rows(equation)])
 
 
-def batches_first(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns a jaxpr of the same values, in which operands of batched products have the dims of the batch first.
-
-    XLA brings them in that order anyway, in each product that reads them: of what several products read, the halves of
-    a program among them, this is one value.
-    """
-    moved: dict[tuple[Var, tuple[int, ...]], Var] = {}
-    equations: list[JaxprEqn] = []
-    for equation in jaxpr.eqns:
-        if is_loop(equation):
-            closed = equation.params["jaxpr"]
-            body = ClosedJaxpr(batches_first(closed.jaxpr), closed.consts)
-            equation = equation.replace(params={**equation.params, "jaxpr": body})
-        elif equation.primitive is dot_general_p and equation.params["out_sharding"] is None:
-            operands, numbers = list(equation.invars), equation.params["dimension_numbers"]
-            contracted, batched = ([tuple(one) for one in pair] for pair in numbers)
-            for at, atom in enumerate(operands):
-                order = (*batched[at], *(dim for dim in range(aval_of(atom).ndim) if dim not in batched[at]))
-                if isinstance(atom, Constant) or order == tuple(range(len(order))):
-                    continue
-                if (atom, order) not in moved:
-                    aval = aval_of(atom)
-                    shape = tuple(aval.shape[dim] for dim in order)
-                    moved[atom, order] = Var(ShapedArray(shape, aval.dtype, aval.weak_type))
-                    equations += written(lambda one, order=order: one.transpose(order), [atom], [moved[atom, order]])
-                operands[at] = moved[atom, order]
-                contracted[at] = tuple(order.index(dim) for dim in contracted[at])
-                batched[at] = tuple(range(len(batched[at])))
-            numbers = (tuple(contracted), tuple(batched))
-            equation = equation.replace(invars=operands, params={**equation.params, "dimension_numbers": numbers})
-        equations.append(equation)
-    return jaxpr.replace(eqns=equations, debug_info=jaxpr.debug_info.with_unknown_names())
-
-
 def made_by_products(jaxpr: Jaxpr, outputs: Collection[int]) -> list[int]:
     """Returns those outputs, by number, that a product over the rows of both of its operands makes, cast or not."""
     made: dict[Any, JaxprEqn] = {one: equation for equation in jaxpr.eqns for one in equation.outvars}

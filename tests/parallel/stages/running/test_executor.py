@@ -193,15 +193,17 @@ def test_memory_of_sums_and_of_what_came_in_is_used_again(monkeypatch: pytest.Mo
     case = mlp(2)
     run = of_two_stages()
     dead: list[Any] = []
-    for own in run.stage_programs:
+    first, last = run.stage_programs
+    passes = (first, "backward", first.backward), (last.forward_backward, "whole", last.forward_backward.whole)
+    for owner, name, run_it in passes:
 
-        def backward(sums: Any, moved: Any, *rest: Any, then: Any = own.backward) -> Any:
+        def backward(sums: Any, moved: Any, *rest: Any, then: Any = run_it) -> Any:
             result = then(sums, moved, *rest)
             dead.extend((*sums, *moved))
             assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(rest))
             return result
 
-        monkeypatch.setattr(own, "backward", backward)
+        monkeypatch.setattr(owner, name, backward)
     given = placed(run, case)
     run.gradients(*given, *key_and_batch(run, case))
     assert len(dead) >= 2 * 4 + 4

@@ -1,5 +1,6 @@
 """In which order a batch is dispatched."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,15 +12,20 @@ import pytest
 from jax.sharding import Mesh
 
 from braidax.parallel.stages.products import AS_IS, PACKED
+from braidax.parallel.stages.running.dispatch_order import at_once
 from braidax.parallel.stages.running.executor import Pipelined
 from braidax.parallel.stages.running.home import Home
 from braidax.parallel.stages.running.sending.route import Route
 from braidax.parallel.stages.schedules import (
     Kind,
     Operation,
+    Schedule,
+    eager_one_forward_one_backward,
     gpipe,
     one_forward_one_backward,
     pipedream,
+    v_min,
+    with_transfers,
     zero_bubble_h1,
 )
 from braidax.parallel.stages.schedules.dependencies import Dependencies
@@ -32,12 +38,12 @@ from tests.support.program.cutting.models import draw
 def test_sums_begin_where_a_device_stands_still(make: Any) -> None:
     """The first one before it has a gradient; the others until something comes."""
     run, case = pipelined(mlp(2), make(2, 4)), mlp(2)
-    order = _noted(run, ("zeros", "forward", "backward", "weights"))
+    order = _noted(run, ("zeros", "forward", "backward", "weights", "forward_backward"))
     gradients_of(run, case)
     first, second = ([name for name, stage in order if stage == at] for at in range(2))
     weights = "weights" if make is zero_bubble_h1 else "backward"
     assert first[:4] == ["forward", "forward", "zeros", weights]
-    assert second[:2] == ["zeros", "forward"]
+    assert second[:2] == ["zeros", "forward_backward"]
     assert [own.count("zeros") for own in (first, second)] == [1, 1]
 
 
@@ -49,11 +55,11 @@ def test_weights_are_turned_once_where_a_device_stands_still(
     monkeypatch.setattr(turned_weights, "LARGE_BYTES", 0)
     case = dense(tied=tied)
     run = pipelined(case, one_forward_one_backward(2, 4))
-    order = _noted(run, ("turn", "forward", "backward"))
+    order = _noted(run, ("turn", "forward", "backward", "forward_backward"))
     check(run, case, case.expected(4))
     first, second = ([name for name, stage in order if stage == at] for at in range(2))
     assert first[: len(begins)] == begins
-    assert second[:2] == ["turn", "forward"]
+    assert second[:2] == ["turn", "forward_backward"]
     assert [own.count("turn") for own in (first, second)] == [1, 1]
     assert all(one.products is PACKED for one in run.stage_programs)
 
@@ -92,6 +98,54 @@ def test_all_passes_of_a_stage_on_a_cpu_are_packed_and_compute_values_once(
     passes = {"_forward", "run"} | ({"_inputs"} if make is zero_bubble_h1 else set())  # `run` adds to sums
     assert kinds == {(name, True) for name in passes} | {(name, False) for name, _ in kinds if name not in passes}
     assert {name for name, _, once in seen if once} == passes
+
+
+@pytest.mark.parametrize("make", [one_forward_one_backward, zero_bubble_h1, gpipe])
+def test_a_last_stage_goes_there_and_back_in_one_program_unless_somebody_observes(make: Any) -> None:
+    run, case = pipelined(mlp(2), make(2, 4)), mlp(2)
+    order = _noted(run, ("forward", "backward", "inputs", "forward_backward"))
+    expected = case.expected(4)
+    check(run, case, expected)
+    back = "inputs" if make is zero_bubble_h1 else "backward"
+    counts = {"forward": 4, back: 4} if make is gpipe else {"forward_backward": 4}
+    assert Counter(name for name, stage in order if stage == 1) == counts
+    order.clear()
+    run.observe = lambda operation, outputs: None
+    check(run, case, expected)
+    assert Counter(name for name, stage in order if stage == 1) == {"forward": 4, back: 4}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (one_forward_one_backward(2, 3), {"1F0": "1B0", "1F1": "1B1", "1F2": "1B2"}),  # receives are in between
+        (zero_bubble_h1(3, 2), {"2F0": "2I0", "2F1": "2I1"}),
+        (gpipe(2, 3), {}),
+        (gpipe(2, 1), {"1F0": "1B0"}),
+        (eager_one_forward_one_backward(2, 3), {"1F0": "1B0", "1F1": "1B1", "1F2": "1I2"}),
+        (v_min(2, 2), {"3F0": "3I0", "3F1": "3I1"}),  # and no other stage of the same device
+    ],
+    ids=lambda one: one.name if isinstance(one, Schedule) else "",
+)
+def test_which_operations_are_one_program(schedule: Schedule, expected: dict[str, str]) -> None:
+    found = at_once(with_transfers(schedule))
+    assert {str(one): str(back) for one, back in found.items()} == expected
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_what_all_others_wait_for_is_computed_before_more_is_dispatched(
+    is_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it goes to another process: on a CPU dispatching takes its time from the same cores."""
+    run, case = pipelined(mlp(2), one_forward_one_backward(2, 4)), mlp(2)
+    order = _noted(run, ("forward",))
+    waits, wait = list[tuple[int, Any]](), jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda one: (waits.append((len(order), one)), wait(one))[1])
+    monkeypatch.setattr(Route, "sends", property(lambda _: is_apart))
+    gradients_of(run, case)
+    assert [count for count, _ in waits] == [1] * is_apart
+    for _, arrays in waits:
+        assert [one.shape for one in arrays] == [one.shape for one in run.stage_programs[0].stage.outgoing]
 
 
 def test_options_of_the_user_prevail_over_those_of_products() -> None:
@@ -161,5 +215,10 @@ def _noted(run: Pipelined, names: Sequence[str]) -> list[tuple[str, int]]:
 
     for stage, one in enumerate(run.stage_programs):
         for name in names:
-            setattr(one, name, noting(name, stage, getattr(one, name)))
+            if name != "forward_backward":
+                setattr(one, name, noting(name, stage, getattr(one, name)))
+            elif not one.stage.outgoing:
+                whole = one.forward_backward
+                for owner, part in ((whole, "whole"), (whole.halves, "inputs")):
+                    setattr(owner, part, noting(name, stage, getattr(owner, part)))
     return order

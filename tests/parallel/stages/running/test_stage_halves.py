@@ -41,7 +41,7 @@ def watch(run: Pipelined, monkeypatch: pytest.MonkeyPatch, stage: int) -> tuple[
 
 def test_what_weights_do_not_need_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     case = mlp(4)
-    run = pipelined(case, zero_bubble_h1(2, 4))
+    run = pipelined(case, zero_bubble_h1(3, 4))
     expected = case.expected(4)
     held, gone = watch(run, monkeypatch, 1)
     check(run, case, expected)
@@ -101,7 +101,7 @@ def test_sums_of_scanned_layers_are_added_to_in_the_loop_that_makes_them(monkeyp
         monkeypatch.setattr(owner, name, call)
 
     watch_sums(run.stage_programs[0], "backward", 0)
-    watch_sums(run.stage_programs[1].halves, "_to_weights", 1)
+    watch_sums(run.stage_programs[1].forward_backward.halves, "_to_weights", 1)
     check(run, case, case.expected(4))
     for stage, own in enumerate(run.stage_programs):
         layers = {spec.shape for spec in own.sums.specs if len(spec.shape) == 3}

@@ -206,17 +206,27 @@ def test_gradients_are_summed_over_devices_once_an_update(
         assert own.in_parts == (*range(len(own.reads)),)
         sent = tuple(own.incoming_shardings[at] for at in own._floats)
         watch(own, "backward", stage, own._backward, (own.sums_on, sent))
-        if own.sends_back and schedule.name == "ZB-H1":
-            watch(own.halves, "_to_inputs", stage, own.halves._inputs, (sent, own.halves.handed_shardings))
-            watch(own.halves, "_to_weights", stage, own.halves._weights, own.sums_on)
+        if own.sends_back:
+            whole, results = own.forward_backward, own.ran_shardings.results
+            halves = whole.halves
+            watch(whole, "whole", stage, whole._run, (own.sums_on, sent, results))
+            watch(halves, "_to_inputs", stage, halves._inputs, (results, sent, halves.handed_shardings))
+            watch(halves, "_to_weights", stage, halves._weights, own.sums_on)
+            watch(own, "forward", stage, own._forward, own.ran_shardings)
         watch(flush, "_means", stage, flush._averaged, run.homes[stage].whole)
     check(run, case, case.expected(4))
-    last = {("_to_inputs", 1), ("_to_weights", 1)} if schedule.name == "ZB-H1" else {("backward", 1)}
+    last = {("_to_inputs", 1), ("_to_weights", 1)} if schedule.name == "ZB-H1" else {("whole", 1)}
     assert {*texts} == {("backward", 0), *last, ("_means", 0), ("_means", 1)}
+    run.observe = lambda operation, outputs: None  # each operation by itself
+    check(run, case, case.expected(4))
     counts = {(name, stage): len(re.findall(r" all-reduce(-start)?\(", text)) for (name, stage), text in texts.items()}
     # I hands a norm's sum to W, which is less than what it is made of: it is summed over devices where it is made.
     handed = {("_to_inputs", 1)} if make is gpt_of_32_bits and schedule.name == "ZB-H1" else set[Any]()
-    assert counts == {key: int(key[0] == "_means" or key in handed) for key in texts}
+    of_loss = {("whole", 1), ("_to_inputs", 1)}  # as many as in the forward pass
+    forward = counts.pop(("forward", 1))
+    assert counts == {
+        key: int(key[0] == "_means" or key in handed) + forward * (key in of_loss) for key in texts if key in counts
+    }
     assert not any(name in text for text in texts.values() for name in ("all-gather", "reduce-scatter", "all-to-all"))
 
 

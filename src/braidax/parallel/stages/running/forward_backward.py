@@ -47,20 +47,19 @@ class ForwardBackward:
     @cached_property
     def whole(self) -> Any:
         """All of it; jitted."""
-        own, pulled = self._own, self._pulled
+        own = self._own
         on_given, on_incoming, *_ = own.shardings
-
-        def run(sums: Sequence[Any], *given: Any) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]]:
-            gradients, sent, results = pulled(*given)
-            return own.added(sums, gradients), sent, results
-
         places = (tuple(on_incoming[at] for at in which) for which in (own.moved, own.others))
         ins = (own.on_sums, *places, own.on_params, tuple(on_given))
         outs = (own.on_sums, tuple(self._sent), tuple(self._results))
-        adding = adding_in_loops(run, mesh=self._home.traced_on)
+        adding = adding_in_loops(self._run, mesh=self._home.traced_on)
         return self._home.compile(adding, ins, outs, donate=(0, 1), products=own.products)
 
-    @property
+    def _run(self, sums: Sequence[Any], *given: Any) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]]:
+        gradients, sent, results = self._pulled(*given)
+        return self._own.added(sums, gradients), sent, results
+
+    @cached_property
     def _pulled(self) -> Program:
         """The gradients, of which some are left in parts, those of what came in, and outputs of the loss."""
         own, home = self._own, self._home
