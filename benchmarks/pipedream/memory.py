@@ -1,6 +1,6 @@
 """Activations that the executor holds, beside the formulas of the schedules' papers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from benchmarks.harness import Report, say
 from benchmarks.pipedream.searches import NAMED
 from braidax.parallel.stages.schedules import Schedule, peak_formula
 from braidax.parallel.stages.segments import drawn
-from braidax.program import Stage
+from braidax.program import Stage, bytes_of
 
 HELD, FORMULA, PLANNED = "held at once", "formula", "by the list, with what W needs"
 _WIDER = 32  # what a layer keeps for the way back is many times what it sends, as that of a transformer is
@@ -26,9 +26,11 @@ def memory(
     """Claims that no device holds more bytes of activations at once than its schedule's formula says.
 
     What is held is counted behind every program that is dispatched: all arrays on the device but those that were there
-    before the first one. A formula counts a microbatch as all that differentiation keeps of it, until its gradients are
-    made: what `jax.vjp` does. Ours keeps less behind a forward pass. Beside it stands what a plan says: the same list,
-    of which a microbatch counts between `I` and `W` as what the products of `W` need.
+    before the first one. Of a last stage that goes there and back in one program, what its forward pass would keep
+    counts while that runs, besides all that is there before. A formula counts a microbatch as all that differentiation
+    keeps of it, until its gradients are made: what `jax.vjp` does. Ours keeps less behind a forward pass. Beside it
+    stands what a plan says: the same list, of which a microbatch counts between `I` and `W` as what the products of `W`
+    need.
     """
     worst = 0.0
     for name in schedules:
@@ -111,22 +113,36 @@ class _Held:
         """Counts behind each of a stage's passes from now on."""
         for name in _PASSES:
             setattr(programs, name, self._counted(getattr(programs, name)))
+        if not programs.stage.outgoing:
+            both, kept = programs.forward_backward, sum(bytes_of(one) for one in programs.ran_specs.kept)
+            both.whole = self._counted(both.whole, kept)
+            both.halves.inputs = self._counted(both.halves.inputs, kept)
+            both.halves.weights = self._counted(both.halves.weights)
         programs.zeros, programs.turn = map(self._left_out, (programs.zeros, programs.turn))
 
     def peak(self, device: Any) -> int:
         """Returns the most bytes that were held at once."""
         return self._peaks[device]
 
-    def _counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _counted(self, run: Callable[..., Any], inside: int = 0) -> Callable[..., Any]:
+        """Returns what counts behind a pass. **Arguments:** `inside`: bytes that it holds while it runs."""
+
         def counted(*args: Any) -> Any:
             if self._before is None:
                 self._before = self._now()
+            if inside:
+                self._count(jax.tree.leaves(args)[0].devices(), inside)
             made = run(*args)
-            for device, size in self._now().items():
-                self._peaks[device] = max(self._peaks[device], size - self._before[device])
+            self._count((), 0)
             return made
 
         return counted
+
+    def _count(self, devices: Collection[Any], more: int) -> None:
+        """Counts what is there, and more on some devices."""
+        assert self._before is not None, "a pass has begun"
+        for device, size in self._now().items():
+            self._peaks[device] = max(self._peaks[device], size - self._before[device] + more * (device in devices))
 
     def _left_out(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def left_out(*args: Any) -> Any:
