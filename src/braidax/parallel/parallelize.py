@@ -14,7 +14,6 @@ from braidax.errors import ArgumentError
 from braidax.program import named_leaves, specs_of
 
 from .compiler_options import CompilerOptions, compiler_options, options_of_plan
-from .compute.heap import keep_heaps
 from .compute.work import GRAD_NORM, Work
 from .given.dim_names import Rules
 from .given.initial import trace_init, traced_loss
@@ -121,6 +120,8 @@ def parallelize(
     `ServedStep`, with `ParameterServers` a `WorkerStep`, to be closed. Nothing has been trained yet.
     **Raises:** `ArgumentError`, `SpecError` or `StateError` naming what does not fit.
     """
+    from .compute.heap import keep_heaps  # which whoever only imports braidax does without
+
     if isinstance(loss_fn, Mesh):
         if any(given is not None for given in (mesh, strategies, init, plan)):
             raise ArgumentError(
