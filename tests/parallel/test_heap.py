@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
 
@@ -31,11 +32,11 @@ def used(size):
     libc.free(place)
 
 def work():
-    libc.free(libc.malloc(30 << 20))  # from now on glibc takes as much from heaps
     if sys.argv[1] == "keep":
         keep_heaps(mesh)
+    libc.free(libc.malloc(30 << 20))  # from now on glibc takes as much from heaps by itself
     most = 0
-    for _ in range(14):
+    for _ in range(40):
         libc.malloc(5 << 20)
         used(15 << 20)
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
@@ -85,8 +86,13 @@ def test_only_for_cpus_and_by_whoever_computes_there(monkeypatch: pytest.MonkeyP
     heap.keep_heaps(devices_of("cpu"))
     assert len(kept) == 1
     mesh = Mesh(np.array(jax.devices()[:1]), "data")
-    bx.parallelize(mesh, {"data": bx.DataParallel()})
+    strategies: Any = {"data": bx.DataParallel()}
+    bx.parallelize(mesh, strategies)
     assert len(kept) == 2
+    spec = {"x": jax.ShapeDtypeStruct((4,), np.float32)}
+    init = {"init": lambda _: {"w": jax.numpy.ones(())}, "batch": spec}
+    bx.parallelize(lambda params, batch: (params["w"] * batch["x"]).sum(), optax.sgd(0.1), mesh, strategies, **init)
+    assert len(kept) == 3
 
 
 def test_without_glibc_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

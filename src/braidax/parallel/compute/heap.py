@@ -7,7 +7,7 @@ from functools import cache
 
 from jax.sharding import Mesh
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # as of mallopt(3)
+_TOP_PAD, _MMAP_THRESHOLD = -2, -3  # as of mallopt(3)
 _HEAP_BYTES = 64 << 20  # of a heap of glibc, of which a thread that is not the first one has several
 _OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_")
 
@@ -31,7 +31,7 @@ def _keep() -> None:
     if platform.libc_ver()[0] != "glibc" or is_set:
         return
     mallopt = ctypes.CDLL(None).mallopt
-    # A heap is unmapped where the one before has room for this many bytes, which is never. What is below half a heap
-    # comes from heaps, as it does by itself once something as large was freed: setting any ends that.
-    for option, value in ((_TOP_PAD, _HEAP_BYTES), (_MMAP_THRESHOLD, _HEAP_BYTES // 2), (_TRIM_THRESHOLD, _HEAP_BYTES)):
-        mallopt(option, value)
+    # A heap is unmapped, or made smaller, where more than this is free at its end, which is never. What is below half a
+    # heap comes from heaps, as it does by itself once something as large was freed: setting either ends that.
+    mallopt(_TOP_PAD, _HEAP_BYTES)
+    mallopt(_MMAP_THRESHOLD, _HEAP_BYTES // 2)

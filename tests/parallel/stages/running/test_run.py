@@ -115,9 +115,17 @@ def test_a_last_stage_goes_there_and_back_in_one_program_unless_somebody_observe
     assert Counter(name for name, stage in order if stage == 1) == {"forward": 4, back: 4}
 
 
+def test_of_one_stage_alone_the_second_half_has_the_whole_way_back() -> None:
+    run, case = pipelined(mlp(2), zero_bubble_h1(1, 4)), mlp(2)
+    order = _noted(run, ("forward", "backward", "forward_backward"))
+    check(run, case, case.expected(4))
+    assert Counter(name for name, _ in order) == {"forward_backward": 4}
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
+        (zero_bubble_h1(1, 2), {"0F0": "0I0", "0F1": "0I1"}),
         (one_forward_one_backward(2, 3), {"1F0": "1B0", "1F1": "1B1", "1F2": "1B2"}),  # receives are in between
         (zero_bubble_h1(3, 2), {"2F0": "2I0", "2F1": "2I1"}),
         (gpipe(2, 3), {}),

@@ -179,11 +179,12 @@ def test_what_an_island_sends_is_divided_along_samples() -> None:
 @pytest.mark.parametrize(
     ("make", "schedule"),
     [
+        (lambda _: looped(), one_forward_one_backward(2, 4)),
         (lambda _: looped(), zero_bubble_h1(2, 4)),
         pytest.param(gpt_of_32_bits, one_forward_one_backward(2, 4), marks=pytest.mark.slow),
         pytest.param(gpt_of_32_bits, zero_bubble_h1(2, 4), marks=pytest.mark.slow),
     ],
-    ids=["loop", "gpt", "gpt in halves"],
+    ids=["loop", "loop in halves", "gpt", "gpt in halves"],
 )
 def test_gradients_are_summed_over_devices_once_an_update(
     make: Any, schedule: Schedule, monkeypatch: pytest.MonkeyPatch

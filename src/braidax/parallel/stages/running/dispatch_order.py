@@ -5,7 +5,6 @@ from itertools import pairwise
 
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.schedules import Kind, Operation, Schedule
-from braidax.parallel.stages.schedules.operations import BACKWARDS
 
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
@@ -41,12 +40,12 @@ def dispatch_order(schedule: Schedule) -> tuple[Operation, ...]:
 def at_once(schedule: Schedule) -> Mapping[Operation, Operation]:
     """Returns the forward passes of the last stage behind which its device goes back at once, each with how it does.
 
-    What it receives in between is for other microbatches.
+    What it receives in between is for other microbatches, and what it can do next for the same one is to go back.
     """
     last = schedule.num_stages - 1
     return {
         one: back
         for operations in schedule.lists
         for one, back in pairwise(one for one in operations if one.kind not in _RECEIVES)
-        if one == Operation(Kind.FORWARD, last, back.microbatch) and back.stage == last and back.kind in BACKWARDS
+        if one == Operation(Kind.FORWARD, last, back.microbatch)
     }

@@ -130,7 +130,7 @@ class Run:
         given = self._given[at] = (*self.variables[stage], *self.samples[stage][each])
         incoming = self._incoming.pop(at, ())
         back = None if self.observe is not None or self._now is None else self._at_once.get(self._now)
-        if back is not None and (own.sends_back or back.kind is Kind.BACKWARD):
+        if back is not None:
             self._done.add(back)
             self._forward_backward(stage, each, incoming, back.kind)
             return
