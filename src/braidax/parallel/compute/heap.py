@@ -17,8 +17,8 @@ def keep_heaps(mesh: Mesh) -> None:
 
     XLA allocates what a program needs meanwhile at each run, on a thread of its own. Where that does not fit into what
     is left of the thread's last heap glibc maps another one, and unmaps it when the program is done: the kernel clears
-    all pages anew each time. The backward passes of a transformer's stage took a sixth longer in such steps. A process
-    keeps up to 64 MiB more for each thread that computes. Whoever has set one of these in the environment
+    all pages anew each time. Steps of a pipeline took a sixth longer where that happened. A process keeps up to 64 MiB
+    more for each thread that computes. Whoever has set one of these in the environment
     (`MALLOC_TOP_PAD_` and its like, `GLIBC_TUNABLES`) is not overruled; without glibc nothing is done.
     """
     if any(device.platform == "cpu" for device in mesh.devices.flat):
