@@ -7,13 +7,13 @@ time where one value is read by all of them.
 """
 
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core import Literal as Constant
 from jax.extend.core.primitives import dot_general_p
 
 from braidax.program.bodies import aval_of
 
-from .opened import is_loop, written
+from .opened import with_bodies, written
 
 
 def batches_first(jaxpr: Jaxpr) -> Jaxpr:
@@ -23,12 +23,8 @@ def batches_first(jaxpr: Jaxpr) -> Jaxpr:
     """
     moved: dict[tuple[Var, tuple[int, ...]], Var] = {}
     equations: list[JaxprEqn] = []
-    for equation in jaxpr.eqns:
-        if is_loop(equation):
-            closed = equation.params["jaxpr"]
-            body = ClosedJaxpr(batches_first(closed.jaxpr), closed.consts)
-            equation = equation.replace(params={**equation.params, "jaxpr": body})
-        elif equation.primitive is dot_general_p and equation.params["out_sharding"] is None:
+    for equation in with_bodies(jaxpr, batches_first):
+        if equation.primitive is dot_general_p and equation.params["out_sharding"] is None:
             (*contracted,), (*batched,) = equation.params["dimension_numbers"]
             operands = list(equation.invars)
             for at, atom in enumerate(operands):

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core import Literal as Constant
 
 from braidax.program.cutting.part import variables
 
 from .loop_parts import LoopParts, with_parts
-from .opened import is_loop
+from .opened import is_loop, with_bodies
 
 
 def loops_merged(jaxpr: Jaxpr) -> Jaxpr:
@@ -19,7 +19,7 @@ def loops_merged(jaxpr: Jaxpr) -> Jaxpr:
 
     **Arguments:** `jaxpr`: written out, so that no two loops share variables.
     """
-    equations = [_entered(one) for one in jaxpr.eqns]
+    equations = with_bodies(jaxpr, loops_merged)
     at = 0
     while at < len(equations):
         reader = _only_reader(equations, at, jaxpr.outvars)
@@ -29,14 +29,6 @@ def loops_merged(jaxpr: Jaxpr) -> Jaxpr:
         equations[reader] = _merged(LoopParts.of(equations[at]), LoopParts.of(equations[reader]))
         del equations[at]
     return jaxpr.replace(eqns=equations)
-
-
-def _entered(equation: JaxprEqn) -> JaxprEqn:
-    if not is_loop(equation):
-        return equation
-    closed = equation.params["jaxpr"]
-    body = ClosedJaxpr(loops_merged(closed.jaxpr), closed.consts)
-    return equation.replace(params={**equation.params, "jaxpr": body})
 
 
 def _only_reader(equations: Sequence[JaxprEqn], at: int, outputs: Sequence[Any]) -> int | None:

@@ -44,6 +44,18 @@ def is_loop(equation: JaxprEqn) -> bool:
     return equation.primitive is scan_p and not equation.effects and not has_references(equation)
 
 
+def with_bodies(jaxpr: Jaxpr, change: Callable[[Jaxpr], Jaxpr]) -> list[JaxprEqn]:
+    """Returns the equations of a jaxpr, those of loops with changed bodies."""
+    found: list[JaxprEqn] = []
+    for equation in jaxpr.eqns:
+        if is_loop(equation):
+            closed = equation.params["jaxpr"]
+            body = ClosedJaxpr(change(closed.jaxpr), closed.consts)
+            equation = equation.replace(params={**equation.params, "jaxpr": body})
+        found.append(equation)
+    return found
+
+
 def _copied(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
     writing = _Writing()
     inputs = [Var(aval_of(one)) for one in jaxpr.invars]

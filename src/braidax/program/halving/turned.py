@@ -11,13 +11,13 @@ from collections.abc import Collection
 from typing import Any
 
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core import Literal as Constant
 from jax.extend.core.primitives import convert_element_type_p, dot_general_p, transpose_p
 
 from braidax.program.bodies import aval_of
 
-from .opened import is_loop, written
+from .opened import with_bodies, written
 
 
 def products_turned(jaxpr: Jaxpr) -> Jaxpr:
@@ -29,12 +29,8 @@ def products_turned(jaxpr: Jaxpr) -> Jaxpr:
     readers.update(atom for atom in jaxpr.outvars if not isinstance(atom, Constant))
     products, turned = dict[Var, JaxprEqn](), set[int]()
     equations: list[JaxprEqn] = []
-    for equation in jaxpr.eqns:
-        if is_loop(equation):
-            closed = equation.params["jaxpr"]
-            body = ClosedJaxpr(products_turned(closed.jaxpr), closed.consts)
-            equation = equation.replace(params={**equation.params, "jaxpr": body})
-        elif equation.primitive is dot_general_p and readers[equation.outvars[0]] == 1:
+    for equation in with_bodies(jaxpr, products_turned):
+        if equation.primitive is dot_general_p and readers[equation.outvars[0]] == 1:
             products[equation.outvars[0]] = equation
         elif equation.primitive is transpose_p and not isinstance(equation.invars[0], Constant):
             product = products.get(equation.invars[0])
