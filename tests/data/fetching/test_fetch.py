@@ -627,6 +627,7 @@ class Alone:
         self.num_confirmed = -1
 
 
+@pytest.mark.usefixtures("unchecked")  # of Alone
 def test_the_first_batches_are_read_while_the_processes_meet(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     read, rounds = threading.Event(), Alone()
 

@@ -59,6 +59,22 @@ def test_bytes_are_those_at_their_places(width: int, wanted: list[int], *, on_gr
         assert every_other.tobytes() == out[::2].tobytes()
 
 
+@pytest.mark.parametrize("width", [64, 1024, 96, 1000])
+@pytest.mark.parametrize("moved", [0, 32, 8])
+@pytest.mark.parametrize("num_bytes", [4 << 20, (4 << 20) - 64])
+def test_many_rows_at_once_fill_their_place_and_nothing_beside_it(width: int, moved: int, num_bytes: int) -> None:
+    rng = np.random.default_rng(width)
+    data, count = rng.integers(0, 256, 100_000, dtype=np.uint8), -(-num_bytes // width)
+    places = rng.integers(0, len(data) - width + 1, count)
+    memory = np.full(count * width + 192, 7, np.uint8)
+    first = -memory.ctypes.data % 64 + 64 + moved
+    rows = memory[first : first + count * width].reshape(count, width)
+    take_bytes(data, places, rows)
+    assert np.array_equal(rows, np.lib.stride_tricks.sliding_window_view(data, width)[places])
+    assert np.all(memory[:first] == 7)
+    assert np.all(memory[first + count * width :] == 7)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_without_bytes_and_no_rows(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(taken, "compiled", way)

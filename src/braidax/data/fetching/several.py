@@ -17,8 +17,7 @@ from braidax.data.sharding.load_plan import LoadPlan
 from braidax.data.source import Source, is_at_hand
 
 _MOST_BYTES = 8 << 20  # of batches that are read at once
-_FIRST_BYTES = 4 << 20  # at the beginning of a pass: to touch memory first takes longer than to fill it
-_SHARE = 16  # of what a pass has read, as much is read at once
+_SHARE = 2  # of the batches that a pass has begun, as many are read at once
 _MOST = 32
 _MOST_ARRAYS = 256  # that are made of what is read at once: a program that makes more takes long to compile
 _FEWEST = 8  # at the beginning, where there are many leaves, or other processes: these hear of errors as much later
@@ -52,10 +51,9 @@ def how_far(
     `is_alone`: whether no other process loads them, too.
     """
     num_bytes = max(plan.at_once.num_bytes, 1)
-    at_once = min(_MOST_BYTES, max(_FIRST_BYTES, num_begun * num_bytes // _SHARE)) // num_bytes
     most = min(_MOST, num_begun // _SHARE, _MOST_ARRAYS // len(plan.leaves)) if is_alone else 0
     limit = max(_FEWEST, most)
-    most = 1 << min(limit, at_once).bit_length() >> 1  # a power of two: each growth is memory anew
+    most = 1 << min(limit, _MOST_BYTES // num_bytes).bit_length() >> 1  # a power of two: each growth is memory anew
     if most < 2 or not plan.at_once.stacks or knobs.hedge_seconds == 0 or not is_at_hand(source):
         return Ahead(1, prefetch)
     stretches = min(_STRETCHES, 1 + (knobs.threads or _STRETCHES))

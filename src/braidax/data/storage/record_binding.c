@@ -13,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 #if defined(__x86_64__) && defined(__GNUC__)
-#include <nmmintrin.h>
+#include <immintrin.h>
 #define HAS_INSTRUCTION
 #endif
 
