@@ -1,16 +1,17 @@
 """The formats: how each is written, how ours opens it, and which libraries read it, in which ways."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
+import jax
 
 import braidax as bx
 from benchmarks.formats import readers, written
 from benchmarks.formats.readers import Open
-from benchmarks.formats.written import TOKENS, Arrays
+from benchmarks.formats.written import IMAGE, TOKENS, Arrays
 
 Kind = Literal["rows", "images", "tokens", "photos"]
 Stream = Callable[[Path, int, int, int], Iterator[Arrays]]
@@ -56,13 +57,8 @@ class Format:
         return self.name.lower().replace(" ", "_").replace(",", "")
 
 
-def _images_of_bytes(window: Any) -> Any:
-    joined = np.frombuffer(b"".join(window["record"]), np.uint8)
-    return {"record": joined.reshape(len(window["record"]), -1)}
-
-
 def _open_array_record(path: Path) -> Any:
-    return bx.open(path, columns=["record"], transform=_images_of_bytes)
+    return bx.open(path, columns={"record": jax.ShapeDtypeStruct((math.prod(IMAGE),), "uint8")})
 
 
 def _open_tokens(path: Path) -> Any:

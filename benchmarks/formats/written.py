@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 Arrays = dict[str, NDArray[Any]]
 
 TOKENS = 512  # in a sample
+IMAGE = (32, 32, 3)
 PHOTO = (192, 256)  # height and width
 _NUM_IDS, _NUM_NUMBERS = 8, 11  # columns of a table, beside its label
 _CHUNK = 16  # samples
@@ -34,7 +35,7 @@ def images(num_samples: int) -> Arrays:
     """Returns images, uint8 `[n, 32, 32, 3]` of 16 values, and labels, int32 `[n]`."""
     rng = np.random.default_rng(1)
     return {
-        "image": rng.integers(0, 16, (num_samples, 32, 32, 3), dtype=np.uint8),
+        "image": rng.integers(0, 16, (num_samples, *IMAGE), dtype=np.uint8),
         "label": rng.integers(0, 10, num_samples, dtype=np.int32),
     }
 

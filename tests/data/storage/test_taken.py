@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from braidax.data.storage import taken
 from braidax.data.storage.files import compiled
-from braidax.data.storage.taken import take_bytes, take_rows
+from braidax.data.storage.taken import stack_rows, take_bytes, take_rows
 
 WAYS = (compiled, lambda: None)
 
@@ -110,3 +110,36 @@ def test_rows_that_are_not_there_are_refused() -> None:
     with pytest.raises(TypeError):
         reads.take(data, np.zeros(1, np.int64), bytes(3), 3, 1)
     assert out.tolist() == [[6, 7, 8], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [bytes, memoryview])
+def test_objects_of_one_length_become_rows(monkeypatch: pytest.MonkeyPatch, way: Any, kind: Any) -> None:
+    monkeypatch.setattr(taken, "compiled", way)
+    table = np.random.default_rng(0).integers(0, 99, (20, 3, 2), np.int16)
+    objects = [kind(row.tobytes()) for row in table]
+    out = np.zeros_like(table)
+    assert stack_rows(objects, out) is None
+    assert np.array_equal(out, table)
+    assert stack_rows([*objects[:7], kind(b"x" * 13), *objects[8:19], kind(b"")], out) == 7
+    assert stack_rows([], out[:0]) is None
+    assert stack_rows([kind(b"")] * 2, np.zeros((2, 0))) is None
+    assert stack_rows([kind(b""), kind(b"x")], np.zeros((2, 0))) == 1
+
+
+def test_objects_that_do_not_fit_are_refused() -> None:
+    reads = compiled()
+    assert reads is not None
+    out = np.zeros((2, 3), np.uint8)
+    wrongs: list[tuple[list[Any], int]] = [
+        ([b"abc"], 3), ([b"abc"] * 3, 3), ([b"abc", "abc"], 3), ([b"abc", bytearray(3)], 3), ([b"abc"] * 2, 0),
+        ([b"abc"] * 2, -3), ([b"abcd"], 4),
+    ]  # fmt: skip
+    for objects, width in wrongs:
+        with pytest.raises(ValueError, match="expected a list of bytes, and a row for each"):
+            reads.stack(objects, out, width)
+    with pytest.raises(TypeError):
+        reads.stack((b"abc", b"abc"), out, 3)
+    assert not out.any()
+    assert reads.stack([b"abc", b"de"], out, 3) == 1
+    assert not out.any()

@@ -11,6 +11,7 @@ import mmap
 import operator
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.storage.files import Bytes, Files, Ranges
+from braidax.data.storage.files import Bytes, Files, Ranges, compiled
 from braidax.data.storage.local import Find, Reading, Warming, ask_ahead, merged
 from braidax.errors import FormatError
 
@@ -31,6 +32,9 @@ _PAGE_BYTES = 1 << 12
 _BYTE = np.dtype(np.uint8)
 _ASKED_BYTES = 1 << 17  # the kernel cuts longer wishes down to its read-ahead, in silence
 _FITTING = 0.5  # of the memory of this host: files that stay in the page cache are best read by the kernel's read-ahead
+_BRING_SECONDS = 0.5  # at most, before the first window
+_SPREAD = 0.5  # of the files, from the first record of such a window to the last
+_WINDOW = 16  # ranges, at least: whoever reads fewer at a time may not read all
 _CHECK_SHARE = 20  # checking files takes at most this part of the time
 
 
@@ -88,10 +92,11 @@ class Mapped(Memory):
     """Local files, mapped into memory.
 
     Files that fit in half of this host's memory are left to the kernel's read-ahead: all of it is needed within an
-    epoch, and stays. Of larger ones, where reads wait for the disk, the kernel is asked ahead for all that a window
-    needs; its own read-ahead is off, since windows are random. A file that changes is noticed at the next read. What
-    cannot be caught is a file that another process truncates between that check and the copy: the kernel then ends this
-    process by SIGBUS.
+    epoch, and stays. Where pages are missing, and the first window is of records all over the files, these are read in
+    their order before it, for half a second at most: no disk is as fast where reads come from everywhere. Of larger
+    files, where reads wait for the disk, the kernel is asked ahead for all that a window needs; its own read-ahead is
+    off, since windows are random. A file that changes is noticed at the next read. What cannot be caught is a file that
+    another process truncates between that check and the copy: the kernel then ends this process by SIGBUS.
 
     **Arguments:** `paths`: of the files, in order.
 
@@ -119,6 +124,7 @@ class Mapped(Memory):
         self._items: dict[np.dtype[Any], NDArray[Any]] = {}
         self._ahead = Warming()
         self._next_check = 0.0
+        self._bringing, self._is_brought = threading.Lock(), not self._stays
 
     def __reduce__(self) -> tuple[Callable[..., "Mapped"], tuple[Any, ...]]:
         return _mapped_again, (self._names, self._states)
@@ -213,6 +219,8 @@ class Mapped(Memory):
 
         **Arguments:** `num_ranges`: how many there are. **Raises:** as `reading`.
         """
+        if not self._is_brought and num_ranges >= _WINDOW:
+            self._bring(find)
         return Reading(self._check_unchanged, self._ahead, num_ranges, find, self._ask)
 
     @property
@@ -254,6 +262,20 @@ class Mapped(Memory):
                 )
         ended = time.monotonic()
         self._next_check = ended + _CHECK_SHARE * (ended - started)
+
+    def _bring(self, find: Find) -> None:
+        """Reads the files in their order; windows that come meanwhile wait."""
+        with self._bringing:
+            if self._is_brought:
+                return
+            places = np.concatenate([places for places, _ in find()])
+            reads = compiled()
+            if reads is not None and len(places) and np.ptp(places) >= _SPREAD * self._extent:
+                end = time.monotonic() + _BRING_SECONDS
+                for mapping in self._mappings:
+                    if not reads.bring(mapping, end - time.monotonic()):
+                        break
+            self._is_brought = True
 
     def _ask(self, places: Places, lengths: Places | np.int64) -> None:
         if self._stays:

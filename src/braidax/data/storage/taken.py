@@ -1,11 +1,12 @@
-"""Rows of one length, copied out of memory that holds them in any order, without the GIL."""
+"""Rows of one length, copied without the GIL: out of memory that holds them in any order, or of objects."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.storage.files import compiled
+from braidax.data.storage.files import Bytes, compiled
 
 _GATHERED_BYTES = 1 << 19  # what one call of NumPy gathers: it fits into a core's cache on its way to `out`
 _ON_GRID_BYTES = 1 << 6  # records of at least this, on one grid, are items of a contiguous array: copied only once
@@ -51,6 +52,25 @@ def take_bytes(data: NDArray[np.uint8], places: NDArray[np.int64], out: NDArray[
     step = max(1, _GATHERED_BYTES // width)
     for start in range(0, len(places), step):
         rows[start : start + step] = records[places[start : start + step]]
+
+
+def stack_rows(objects: Sequence[Bytes], out: NDArray[Any]) -> int | None:
+    """Copies the bytes of each object into a row.
+
+    **Arguments:** `out`: `[n, *shape]`, C-contiguous, of any dtype. **Returns:** which object is the first that has
+    another length than a row; None: none, and `out` is full.
+    """
+    if not len(objects):
+        return None
+    reads, width = compiled(), out[:1].nbytes
+    if reads is not None and width and isinstance(objects, list) and type(objects[0]) is bytes:
+        wrong = reads.stack(objects, _bytes(out), width)
+        return None if wrong < 0 else wrong
+    lengths = np.fromiter(map(len, objects), np.int64, len(objects))
+    if np.any(lengths != width):
+        return int(np.argmax(lengths != width))
+    _bytes(out)[...] = np.frombuffer(b"".join(objects), np.uint8).reshape(len(objects), width)
+    return None
 
 
 def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:

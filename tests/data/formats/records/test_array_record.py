@@ -3,14 +3,17 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from braidax.data.formats.records.array_record import ArrayRecordSource, open_array_record
 from braidax.data.formats.records.fields import sampled_indices
 from braidax.data.registry import ARRAY_RECORD_MAGIC
-from braidax.data.storage import LocalFiles
+from braidax.data.source import VARYING
+from braidax.data.storage import LocalFiles, taken
 from braidax.errors import ArgumentError, FormatError, MissingExtra, RecordError
 from tests.support.data.formats.array_record import written
 from tests.support.data.formats.reading import read
@@ -20,8 +23,10 @@ def record(n: int) -> bytes:
     return b"%d:" % n + np.random.default_rng(n).bytes(n * 7 % 300)
 
 
-def opened(*paths: Path) -> ArrayRecordSource:
-    return open_array_record(LocalFiles(paths))
+def opened(*paths: Any) -> ArrayRecordSource:
+    """Opens files; behind them may stand the columns."""
+    columns = paths[-1] if isinstance(paths[-1], dict) else None
+    return open_array_record(LocalFiles([path for path in paths if path is not columns]), columns=columns)
 
 
 @pytest.mark.parametrize("options", ["group_size:1", "group_size:16", "group_size:7,uncompressed"])
@@ -70,6 +75,45 @@ def test_examples_become_leaves(tmp_path: Path) -> None:
     assert raw.describe()["format"] == "ArrayRecord"
     with pytest.raises(ArgumentError, match=r"columns=\['x'\]"):
         open_array_record(LocalFiles([path]), columns=["x"])
+
+
+@pytest.mark.parametrize("way", [taken.compiled, lambda: None])
+def test_records_of_one_length_are_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Any) -> None:
+    monkeypatch.setattr(taken, "compiled", way)
+    images = np.random.default_rng(0).integers(0, 256, (40, 5, 4, 3), np.uint8)
+    path = written(tmp_path / "a.array_record", [image.tobytes() for image in images])
+    source = opened(path, {"record": jax.ShapeDtypeStruct((5, 4, 3), "uint8")})
+    for again in (source, pickle.loads(pickle.dumps(source))):
+        assert again.sample_spec == {"record": jax.ShapeDtypeStruct((5, 4, 3), np.uint8)}
+        order = [7, 39, 7, 0]
+        assert np.array_equal(read(again, order)["record"], images[order])
+        assert np.array_equal(read(again, [])["record"], images[:0])
+    numbers = opened(path, {"record": jax.ShapeDtypeStruct((15,), ">i4")})
+    assert np.array_equal(read(numbers)["record"], images.reshape(40, 60).view(">i4"))
+    flags = opened(path, {"record": jax.ShapeDtypeStruct((60,), "bool")})
+    assert np.array_equal(read(flags)["record"], images.reshape(40, 60) != 0)
+    assert read(opened(path, {"record": VARYING}), [2])["record"].tolist() == [images[2].tobytes()]
+
+
+@pytest.mark.parametrize("way", [taken.compiled, lambda: None])
+def test_a_record_that_is_not_as_declared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Any) -> None:
+    monkeypatch.setattr(taken, "compiled", way)
+    values = np.arange(30, dtype=np.int64)
+    records = [value.tobytes() for value in values]
+    records[20], records[25] = b"short", (1 << 40).to_bytes(8, "little")
+    source = opened(written(tmp_path / "a.array_record", records), {"record": jax.ShapeDtypeStruct((), "int64")})
+    assert read(source, [21, 3])["record"].tolist() == [21, 3]
+    with pytest.raises(
+        RecordError, match=r"a.array_record, record 20: has 5 bytes; expected 8, as 'record' was .*int64\[\]"
+    ):
+        read(source, [0, 20, 25])
+    with pytest.raises(RecordError, match=r"a.array_record, record 25: leaf 'record' holds 1099511627776 \(int64\)"):
+        read(source, [0, 25])
+    for wrong in ("uint8", str, jax.ShapeDtypeStruct((None, 3), "uint8")):
+        with pytest.raises(
+            ArgumentError, match=r"columns=\{'record': .*\}: expected braidax.data.VARYING, for bytes, or"
+        ):
+            opened(tmp_path / "a.array_record", {"record": wrong})
 
 
 def test_an_example_that_is_none_is_named(tmp_path: Path) -> None:

@@ -6,13 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
+import jax
 import numpy as np
 
+from braidax.data.formats.records.contents import place_arrays, place_bytes
 from braidax.data.formats.records.example import features
 from braidax.data.formats.records.example_decoder import example_decoder
 from braidax.data.formats.records.fields import Columns, readable, sampled_indices
 from braidax.data.formats.records.records import Decoder
-from braidax.data.source import VARYING, Indices, Source, check_indices, listed
+from braidax.data.source import VARYING, Indices, Source, check_indices, is_varying, listed, loader_dtype
 from braidax.data.storage.files import Bytes, Files, stamp_of_files
 from braidax.errors import ArgumentError, FormatError, RecordError, import_extra
 from braidax.spans import span
@@ -113,7 +115,8 @@ class ArrayRecordSource(Source):
     def _chosen_decoder(self) -> Decoder:
         """Looks at some records, from the first to the last; those that cannot be read are left to their reads."""
         if self._columns is not None and list(self._columns) == [RECORD]:
-            return RawRecords()
+            spec = self._columns[RECORD] if isinstance(self._columns, Mapping) else VARYING
+            return RawRecords(spec, name=self._files.names[0])
         records = readable(
             lambda number: (number, *self.payloads(np.array([number]))), sampled_indices(len(self)).tolist()
         )
@@ -155,14 +158,32 @@ class ArrayRecordSource(Source):
 
 
 class RawRecords(Decoder):
-    """Makes samples of records as they are: the leaf `"record"`, `bytes` of varying size."""
+    """Makes samples of records as they are: the leaf `"record"`, of bytes or of arrays of one shape.
+
+    **Arguments:** `spec`: of a record: `VARYING` for bytes. `name`: of the file, for errors.
+
+    **Raises:** `ArgumentError` for a spec without a fixed shape; `FormatError` for a dtype that is none of JAX.
+    """
+
+    def __init__(self, spec: Any = VARYING, *, name: str = "") -> None:
+        self._place, self._spec = place_bytes, VARYING
+        if spec is None or (isinstance(spec, jax.ShapeDtypeStruct) and is_varying(spec)):
+            return
+        if not isinstance(spec, jax.ShapeDtypeStruct) or None in spec.shape:
+            raise ArgumentError(
+                f"columns={{{RECORD!r}: {spec!r}}}: expected braidax.data.VARYING, for bytes, or a "
+                "jax.ShapeDtypeStruct with the shape of one record"
+            )
+        dtype = np.dtype(spec.dtype)
+        self._spec = jax.ShapeDtypeStruct(spec.shape, loader_dtype(dtype, where=name, leaf=RECORD))
+        self._place = place_arrays(dtype, name=name, leaf=RECORD)
 
     @property
     def sample_spec(self) -> Any:
-        return {RECORD: VARYING}
+        return {RECORD: self._spec}
 
     def decode(self, payloads: Sequence[Bytes], indices: Indices, out: Any, where: Callable[[int], str]) -> None:
-        out[RECORD][:] = [bytes(payload) for payload in payloads]
+        self._place(payloads, indices, out[RECORD], where)
 
 
 def open_array_record(files: Files, *, columns: Columns | None = None) -> ArrayRecordSource:
@@ -170,7 +191,7 @@ def open_array_record(files: Files, *, columns: Columns | None = None) -> ArrayR
 
     **Arguments:** `files`: local ones. `columns`: features to read, in order, or what each of them holds (see
     `Columns`); by default all, where all records that are looked at are tf.train.Example. `["record"]` reads records as
-    they are.
+    they are; `{"record": jax.ShapeDtypeStruct((32, 32, 3), "uint8")}` as arrays, whose bytes they are.
 
     **Raises:** as `ArrayRecordSource`.
     """

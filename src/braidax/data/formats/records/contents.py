@@ -1,4 +1,4 @@
-"""Leaves made of the contents of fields, one string of bytes a sample: bytes as they are, text, and integers."""
+"""Leaves made of the contents of fields, one string of bytes a sample: bytes, text, integers, and arrays."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,6 +51,34 @@ def place_integers(contents: Sequence[Bytes], indices: Indices, out: NDArray[Any
                 "jax.config.update('jax_enable_x64', True)"
             )
         out[i] = value
+
+
+def place_arrays(dtype: np.dtype[Any], *, name: str, leaf: str) -> Place:
+    """Returns what makes a leaf of arrays of one shape, whose bytes the contents are, as `Place`.
+
+    **Arguments:** `dtype`: of the contents. `name`, `leaf`: of the file and the leaf, for errors.
+
+    **Raises:** when it is called, `RecordError` for a content of another length, or a value that does not fit.
+    """
+
+    from braidax.data.storage.taken import stack_rows
+
+    def place(contents: Sequence[Bytes], indices: Indices, out: NDArray[Any], where: Where) -> None:
+        same = out.dtype == dtype and out.flags.c_contiguous
+        values = out if same else np.empty(out.shape, dtype)
+        width = values[:1].nbytes
+        wrong = stack_rows(contents, values)
+        if wrong is not None:
+            raise RecordError(
+                f"{where(wrong)}: has {len(contents[wrong]):,} bytes; expected {width:,}, as {leaf!r} was declared to "
+                f"hold {dtype}{list(out.shape[1:])}: declare what the records hold, or write it again"
+            )
+        if dtype == np.bool_:  # bytes may be others than 0 and 1
+            np.not_equal(values.view(np.uint8), 0, out=values)
+        if not same:
+            narrow(values, out, indices, where=name, leaf=leaf)
+
+    return place
 
 
 def loaded_array(value: NDArray[Any], index: int, *, where: str, leaf: str) -> NDArray[Any]:
