@@ -129,7 +129,7 @@ class DataLoader:
         self._source_at = functools.lru_cache(maxsize=4)(functools.partial(source_at, self.source))
         self._checksum_every, self.epochs = checksum_every, epochs
         self.trace = Trace()
-        self.depth = Depth()
+        self.depth = Depth(batch_size=size)
 
     @property
     def batch_size(self) -> int:

@@ -2,8 +2,10 @@
 
 import pytest
 
+from braidax.data import DataLoader
 from braidax.data.fetching.depth import Bounds, Depth
 from braidax.errors import ArgumentError
+from tests.support.data.numbered import Numbers
 
 BOUNDS = Bounds(min_threads=2, max_threads=20, min_prefetch=1, max_prefetch=6)
 
@@ -14,6 +16,13 @@ def numbers(depth: Depth) -> tuple[int, int]:
 
 def test_it_begins_at_the_lower_bounds() -> None:
     assert numbers(Depth(BOUNDS)) == (2, 1)
+
+
+def test_more_small_batches_are_in_flight_at_first() -> None:
+    sizes = (1, 24, 32, 63, 64, 1000)
+    assert [Depth(BOUNDS, batch_size=size).prefetch for size in sizes] == [6, 5, 4, 2, 2, 1]
+    assert [Depth(batch_size=size).prefetch for size in sizes] == [8, 5, 4, 2, 2, 2]
+    assert DataLoader(Numbers(64), batch_size=32).depth.prefetch == 4
 
 
 def test_it_grows_while_that_helps_up_to_the_upper_bounds() -> None:

@@ -608,6 +608,52 @@ def test_a_read_fills_no_more_than_it_may(mesh: Mesh) -> None:
     assert sum(read) == 64
 
 
+class Asked(Numbers):
+    """No sample is there before so many have been asked for."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(64, before=lambda _: self.wait())
+        self.asked, self.least, self.enough = 0, least, threading.Event()
+
+    def prepare(self, indices: np.ndarray) -> None:
+        self.asked += len(indices)
+        if self.asked >= self.least:
+            self.enough.set()
+
+    def wait(self) -> None:
+        assert self.enough.wait(20), f"only {self.asked} samples were asked for"
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_coming_batches_are_asked_for_before_threads_wait(mesh: Mesh, batch_size: int) -> None:
+    source = Asked(4 * batch_size)
+    loader = DataLoader(source, None, batch_size=batch_size, knobs=Knobs(threads=1, prefetch=3))
+    assert sorted(itertools.chain(*(ids(batch) for batch in loader))) == list(range(64))
+
+
+def test_a_batch_is_asked_for_before_reads_of_an_earlier_one(mesh: Mesh) -> None:
+    log, begun, go = list[tuple[str, int]](), threading.Event(), threading.Event()
+
+    class Logged(Large):
+        def prepare(self, indices: np.ndarray) -> None:
+            log.append(("asked", int(indices[0])))
+
+    def before(indices: np.ndarray) -> None:
+        log.append(("read", int(indices[0])))
+        begun.set()
+        assert go.wait(20)
+
+    source = Logged(64, before=before)
+    fetch = Fetch(DataLoader(source, None, batch_size=4)._plan, threads=1, trace=Trace())
+    fetch.start(lambda: (source, np.arange(4)))
+    assert begun.wait(20)
+    second = fetch.start(lambda: (source, np.arange(4, 8)))
+    go.set()
+    fetch.result(second, timeout_seconds=20, what=lambda: "the second batch")
+    assert log == [("asked", 0), ("read", 0), ("asked", 4), *(("read", place) for place in range(1, 8))]
+    fetch.close(timeout_seconds=20)
+
+
 class Alone:
     """What stands in for the rounds of several processes: all have read their part."""
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -33,17 +34,48 @@ def test_results_and_errors_come_through_futures() -> None:
     threads.close(timeout_seconds=10)
 
 
+def test_what_is_queued_first_comes_before_what_was_queued_earlier() -> None:
+    threads, begun, release, order = Threads(1, "braidax-test"), threading.Event(), threading.Event(), list[str]()
+    threads.run(lambda: (begun.set(), release.wait(60)))
+    assert begun.wait(10)
+    threads.run(order.append, "a")
+    threads.run_first(order.append, "first")
+    threads.run(order.append, "b")
+    threads.run_first(order.append, "second")
+    release.set()
+    assert threads.submit(len, order).result(10) == 4
+    assert order == ["first", "second", "a", "b"]
+    threads.close(timeout_seconds=10)
+
+
 def test_closing_drops_what_is_queued_and_waits_for_what_runs() -> None:
     threads, begun, release = Threads(1, "braidax-test"), threading.Event(), threading.Event()
     running = threads.submit(lambda: (begun.set(), release.wait(60)))
     queued = threads.submit(pytest.fail, "was queued only")
     assert begun.wait(10)
+    threads.run_first(queued.set_result, "was queued only")
     with pytest.raises(WaitTimeout, match=r"'braidax-test-0' did not end within timeout_seconds=0.05"):
         threads.close(timeout_seconds=0.05)
     release.set()
     assert running.result(10)[1]
     assert not queued.done()
     threads.close(timeout_seconds=10)  # a second time: nothing
+
+
+def test_what_is_dropped_is_not_kept() -> None:
+    class Memory:
+        """A weak reference can be made of it."""
+
+    threads, begun, release, memory = Threads(1, "braidax-test"), threading.Event(), threading.Event(), Memory()
+    gone = weakref.ref(memory)
+    threads.run(lambda: (begun.set(), release.wait(60)))
+    assert begun.wait(10)
+    threads.run(id, memory)
+    threads.run_first(id, memory)
+    threads.abandon()
+    del memory
+    assert gone() is None
+    release.set()
 
 
 def test_a_read_that_hangs_for_ever_does_not_keep_the_interpreter_from_exiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from braidax.cores import usable_cores
 from braidax.errors import ArgumentError
 
 _MAX_THREADS = 32
+_FIRST_SAMPLES = 128  # in flight
 _PERIOD_SECONDS = 0.5  # between two decisions, at least
 _PERIOD_BATCHES = 8
 _STALLED = 0.02  # the consumer's waiting, as a fraction of the time, above which more is in flight
@@ -50,15 +51,17 @@ class Depth:
     More are in flight while the consumer waits and the cores have time: then reads wait for a disk or a server. A
     change that does not make batches come faster is taken back. It may be paused, and its numbers set from outside.
 
-    **Arguments:** `bounds`: between which it moves, from the lower ones on.
+    **Arguments:** `bounds`: between which it moves, from the lower ones on. `batch_size`: samples in a batch: where they
+    are few, more than the lower bound are in flight at first, since two small batches do not keep a slow store busy.
 
     **Fields:** `paused`: True leaves the numbers as they are.
     """
 
-    def __init__(self, bounds: Bounds | None = None) -> None:
+    def __init__(self, bounds: Bounds | None = None, *, batch_size: int = _FIRST_SAMPLES) -> None:
         self.bounds = bounds or Bounds()
         self._threads = self.bounds.min_threads
-        self._prefetch = self.bounds.min_prefetch
+        first = min(_FIRST_SAMPLES // batch_size, self.bounds.max_prefetch)
+        self._prefetch = max(self.bounds.min_prefetch, first)
         self.paused = False
         self._period = _Period.begin()
         self._tried: _Tried | None = None

@@ -77,7 +77,7 @@ class Fetch:
         the rest is filled with zeros.
         """
         batch = Batch()
-        self._threads.run(self._begin, batch, draw)
+        self._threads.run_first(self._begin, batch, draw)  # before reads that wait: it asks for more of them
         return batch
 
     def start_several(self, draw: Draw, alone: Sequence[Draw]) -> list[Part]:
@@ -181,9 +181,6 @@ class Fetch:
             for read in reads:
                 self._mark(read)
                 self._threads.run(self._fill_apart, batch, read)
-        if len(reads) == 1:
-            self._fill(batch, reads[0])
-            return
         for read in reads:  # all behind those of batches that began before: these are wanted first
             self._threads.run(self._fill, batch, read)
 

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any
@@ -20,7 +21,7 @@ _MOMENT_SECONDS = 3e-3  # what a consumer that got its batch may still need a co
 
 _let_others_run: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))  # not on Windows
 
-_Work = queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None]
+_Call = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class Threads:
@@ -35,7 +36,7 @@ class Threads:
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self._work: _Work = queue.SimpleQueue()
+        self._work = _Work()
         self._awaited = _Awaited()
         self._name = name
         self._names = itertools.count()
@@ -49,7 +50,7 @@ class Threads:
         for _ in range(self.num_threads, num_threads):
             self._start(_work_off, self._work, self._awaited)
         for _ in range(num_threads, self.num_threads):
-            self._work.put(None)
+            self._work.end_one()
         self.num_threads = num_threads
 
     def run_apart(self, work: Callable[..., None], *arguments: Any) -> None:
@@ -66,6 +67,10 @@ class Threads:
     def run(self, work: Callable[..., None], *arguments: Any) -> None:
         """Queues a call that raises nothing and returns nothing."""
         self._work.put((work, arguments))
+
+    def run_first(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Queues such a call in front of those of `run`: for what is quick, and lets others ask for what they need."""
+        self._work.put_first((work, arguments))
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Queues a call and returns the future of its result."""
@@ -107,6 +112,45 @@ class Threads:
             )
 
 
+class _Work:
+    """Calls that are queued, in two orders, and when threads are to end."""
+
+    def __init__(self) -> None:
+        self._first, self._others = deque[_Call](), deque[_Call]()
+        self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()  # each for one call, which was queued before it
+
+    def put(self, call: _Call) -> None:
+        """Queues a call behind all others."""
+        self._others.append(call)
+        self._tokens.put(True)
+
+    def put_first(self, call: _Call) -> None:
+        """Queues a call behind those that were queued so, and in front of all others."""
+        self._first.append(call)
+        self._tokens.put(True)
+
+    def end_one(self) -> None:
+        """Lets one thread end behind what is queued."""
+        self._tokens.put(False)
+
+    def get(self) -> _Call | None:
+        """Waits for a call and returns it; None: the thread is to end."""
+        return self._taken() if self._tokens.get() else None
+
+    def drop(self) -> None:
+        """Drops what is queued."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if self._tokens.get_nowait():
+                    self._taken()
+
+    def _taken(self) -> _Call:
+        try:
+            return self._first.popleft()
+        except IndexError:
+            return self._others.popleft()
+
+
 class _Awaited:
     """Until when, in `time.monotonic` seconds, somebody waits; shared with threads that must not hold their owner."""
 
@@ -129,13 +173,9 @@ def _fulfill(future: "Future[Any]", work: Callable[..., Any], arguments: tuple[A
 
 
 def _stop(work: _Work, num_threads: int) -> None:
-    while not work.empty():
-        try:
-            work.get_nowait()
-        except queue.Empty:
-            break
+    work.drop()
     for _ in range(num_threads):
-        work.put(None)
+        work.end_one()
 
 
 def _stop_and_join(work: _Work, threads: list[threading.Thread], seconds: float) -> threading.Thread | None:
