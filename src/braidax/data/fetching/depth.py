@@ -51,8 +51,8 @@ class Depth:
     More are in flight while the consumer waits and the cores have time: then reads wait for a disk or a server. A
     change that does not make batches come faster is taken back. It may be paused, and its numbers set from outside.
 
-    **Arguments:** `bounds`: between which it moves, from the lower ones on. `batch_size`: samples in a batch: where they
-    are few, more than the lower bound are in flight at first, since two small batches do not keep a slow store busy.
+    **Arguments:** `bounds`: between which it moves, from the lower ones on. `batch_size`: samples in a batch. Of small
+    batches more than the lower bound are in flight at first, since two of them do not keep a slow store busy.
 
     **Fields:** `paused`: True leaves the numbers as they are.
     """
