@@ -163,7 +163,8 @@ class EncodedFolder(Source, Sliced):
     def _bytes(self, record: int) -> bytes:
         path = self._files[record]
         try:
-            return Path(path).read_bytes()
+            with open(path, "rb", buffering=0) as file:  # noqa: PTH123 (two thirds of the time of Path.read_bytes)
+                return file.readall()
         except OSError as error:
             raise ReadError(
                 f"{path}, record {record}: cannot be read ({error}); restore it or open the folder anew"

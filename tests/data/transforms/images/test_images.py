@@ -216,6 +216,16 @@ def test_other_kinds_of_files(kind: str, options: Any) -> None:
 def test_an_image_that_has_the_size_is_decoded_exactly() -> None:
     file = encode(photo(6))
     np.testing.assert_array_equal(run([file], (75, 100)), run([file], (75, 100), decode="exact"))
+    np.testing.assert_array_equal(run([file], (75, 100), resizes=False)[0], simplejpeg.decode_jpeg(file))
+
+
+def test_images_go_where_they_belong_however_it_lies() -> None:
+    files = [encode(photo(seed, 32 + seed % 2, 40)) for seed in range(4)]  # every other one has the size
+    whole, spread = run(files), np.zeros((8, 32, 80, 3), np.uint8)
+    decode_images(files, spread[::2, :, ::2], where="record {}".format)
+    np.testing.assert_array_equal(spread[::2, :, ::2], whole)
+    assert not spread[1::2].any()
+    assert not spread[:, :, 1::2].any()
 
 
 def test_windows_may_be_cut_anywhere() -> None:
@@ -268,13 +278,17 @@ def test_opencv_is_quiet_until_the_last_thread_is_done() -> None:
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 2), st.lists(st.tuples(st.floats(0, 0.9999), st.integers(0, 255)), min_size=1, max_size=6))
-def test_damage_writes_nothing_beside_its_place(number: int, changes: list[tuple[float, int]]) -> None:
+@given(
+    st.integers(0, 2),
+    st.lists(st.tuples(st.floats(0, 0.9999), st.integers(0, 255)), min_size=1, max_size=6),
+    st.sampled_from([SIZE, (33, 47)]),
+)
+def test_damage_writes_nothing_beside_its_place(number: int, changes: list[tuple[float, int]], size: Any) -> None:
     options = [{"subsampling": 2}, {"restart_marker_blocks": 2}, {"mode": "L", "optimize": True}][number]
     file = bytearray(encode(photo(4, 33, 47), **options))
     for place, value in changes:
         file[int(place * len(file))] = value
-    guarded = np.full((3, *SIZE, 3), 77, np.uint8)
+    guarded = np.full((3, *size, 3), 77, np.uint8)
     try:
         decode_images([bytes(file)], guarded[1:2], where="record {}".format)
     except RecordError as error:

@@ -25,6 +25,9 @@ Decode = Literal["fast", "exact"]
 Choose = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """Chooses crops: from sizes, int64 `[n, 2]`, height and width, to boxes, int64 `[n, 4]`: top, left, height, width."""
 
+Name = Callable[[], str]
+"""Names an image for errors."""
+
 _JPEG = b"\xff\xd8"
 _SMALL = 64  # pixels on the longer side: decoding all of them costs nothing
 MAX_PIXELS = 1 << 27  # of an image, by default: 384 MiB of memory for each thread that decodes
@@ -49,32 +52,37 @@ def decode_images(
 
     **Raises:** `RecordError` for an image that is damaged or of another size; `MissingExtra`.
     """
-    lengths = [_num_bytes(payload, where(place)) for place, payload in enumerate(payloads)]
+    names = [functools.partial(where, place) for place in range(len(payloads))]
+    lengths = [_num_bytes(payload, name) for payload, name in zip(payloads, names, strict=True)]
     with span("decode", "images", num_bytes=sum(lengths)):
-        for place, payload in enumerate(payloads):
-            _check_pixels(payload, max_pixels, where(place))
+        for payload, name in zip(payloads, names, strict=True):
+            _check_pixels(payload, max_pixels, name)
         found = np.array([_jpeg_size(payload) for payload in payloads], np.int64).reshape(-1, 2)
         ours, loaded = found[:, 0] > 0, dict[int, NDArray[np.uint8]]()
         if choose is not None:
             for place in np.flatnonzero(~ours).tolist():
-                loaded[place] = _load(payloads[place], where(place))
+                loaded[place] = _load(payloads[place], names[place])
                 found[place] = loaded[place].shape[:2]
         boxes = choose(found) if choose is not None else np.concatenate([np.zeros_like(found), found], axis=1)
         boxes, room = np.ascontiguousarray(boxes, np.int64), _Room()
-        for place, payload in enumerate(payloads):
+        fits = (found == out.shape[1:3]).all(axis=1) & (choose is None and out.flags.c_contiguous)
+        for place, (payload, name, is_fitting) in enumerate(zip(payloads, names, fits.tolist(), strict=True)):
             box, slot = boxes[place], out[place]
+            if is_fitting:
+                _decode_jpeg(payload, out.shape[1:3], 8, slot, name)
+                continue
             if not ours[place]:
                 image = loaded.pop(place, None)
-                image = _load(payload, where(place)) if image is None else image
+                image = _load(payload, name) if image is None else image
                 box = box if choose is not None else np.array([0, 0, *image.shape[:2]])
-                _check_box(box, slot, resizes, where(place))
+                _check_box(box, slot, resizes, name)
                 _resize_exactly(image, box, slot)
                 continue
-            _check_box(box, slot, resizes, where(place))
+            _check_box(box, slot, resizes, name)
             size = (int(found[place, 0]), int(found[place, 1]))
             fast = decode == "fast" and max(size) > _SMALL
             eighths = _eighths(box, slot) if fast else 8
-            image = _decode_jpeg(payload, size, eighths, room, where(place))
+            image = _decode_jpeg(payload, size, eighths, room, name)
             if fast:
                 _resize_fast(image, box * (eighths / 8), slot)
             else:
@@ -98,13 +106,14 @@ def compile_kernels() -> None:
 
 def image_size(payload: Any, where: str, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Returns height and width of an encoded image, upright, after decoding it once to see that it is one."""
-    _num_bytes(payload, where)
-    _check_pixels(payload, max_pixels, where)
+    name = functools.partial(str, where)
+    _num_bytes(payload, name)
+    _check_pixels(payload, max_pixels, name)
     size = _jpeg_size(payload)
     if size != (0, 0):
-        _decode_jpeg(payload, size, 8, _Room(), where)
+        _decode_jpeg(payload, size, 8, _Room(), name)
         return size
-    height, width, _ = _load(payload, where).shape
+    height, width, _ = _load(payload, name).shape
     return height, width
 
 
@@ -133,12 +142,12 @@ def _jpeg_size(payload: Any) -> tuple[int, int]:
     return (height, width) if known else (0, 0)
 
 
-def _check_pixels(payload: Any, max_pixels: int, where: str) -> None:
+def _check_pixels(payload: Any, max_pixels: int, where: Name) -> None:
     """Raises `RecordError` for an image whose header promises more pixels than may be decoded."""
     height, width = promised_size(memoryview(payload).cast("B"))
     if height * width > max_pixels:
         raise RecordError(
-            f"{where}: the image is said to have {height}×{width} = {height * width:,} pixels, more than max_pixels="
+            f"{where()}: the image is said to have {height}×{width} = {height * width:,} pixels, more than max_pixels="
             f"{max_pixels:,}; raise max_pixels= of braidax.data.decoded if it is not damaged, or remove it"
         )
 
@@ -148,7 +157,10 @@ def _eighths(box: Int64[np.ndarray, " 4"], slot: NDArray[np.uint8]) -> int:
     return min(8, max(-(-8 * slot.shape[dim] // int(box[2 + dim])) for dim in (0, 1)))
 
 
-def _decode_jpeg(payload: Any, size: tuple[int, int], eighths: int, room: _Room, where: str) -> NDArray[np.uint8]:
+def _decode_jpeg(
+    payload: Any, size: tuple[int, ...], eighths: int, room: "_Room | NDArray[np.uint8]", where: Name
+) -> NDArray[np.uint8]:
+    """Returns the image at a scale: in memory of the room, or in the array that is given, which it fills."""
     height, width = (-(-length * eighths // 8) for length in size)
     try:
         return _simplejpeg().decode_jpeg(
@@ -156,18 +168,18 @@ def _decode_jpeg(payload: Any, size: tuple[int, int], eighths: int, room: _Room,
             min_height=height,
             min_width=width,
             min_factor=1,
-            buffer=room.take(3 * height * width),
+            buffer=room.take(3 * height * width) if isinstance(room, _Room) else room,
             strict=True,  # or what is missing would be gray
         )
     except ValueError as error:
         raise _damaged(payload, where, f" ({error})") from error
 
 
-def _check_box(box: Int64[np.ndarray, " 4"], slot: NDArray[np.uint8], resizes: bool, where: str) -> None:
+def _check_box(box: Int64[np.ndarray, " 4"], slot: NDArray[np.uint8], resizes: bool, where: Name) -> None:
     height, width = box[2:].tolist()
     if not resizes and (height, width) != slot.shape[:2]:
         raise RecordError(
-            f"{where}: the image is {height}×{width} pixels (height×width), expected {slot.shape[0]}×{slot.shape[1]} "
+            f"{where()}: the image is {height}×{width} pixels (height×width), expected {slot.shape[0]}×{slot.shape[1]} "
             "as the first; give image_size=(height, width), or size= where it is decoded"
         )
 
@@ -203,7 +215,7 @@ def _resize_fast(image: NDArray[np.uint8], box: NDArray[np.float64], slot: NDArr
         cv2.warpAffine(part, steps, (new_width, new_height), slot, flags, cv2.BORDER_REPLICATE)
 
 
-def _load(payload: Any, where: str) -> NDArray[np.uint8]:
+def _load(payload: Any, where: Name) -> NDArray[np.uint8]:
     cv2, data = _cv2(), memoryview(payload).cast("B")
     is_webp = data[:4].tobytes() == b"RIFF" and data[8:12].tobytes() == b"WEBP"
     flags = cv2.IMREAD_COLOR_RGB | (cv2.IMREAD_IGNORE_ORIENTATION if is_webp else 0)
@@ -217,19 +229,19 @@ def _load(payload: Any, where: str) -> NDArray[np.uint8]:
     return upright(image, webp_orientation(data)) if is_webp else image
 
 
-def _damaged(payload: Any, where: str, why: str) -> RecordError:
+def _damaged(payload: Any, where: Name, why: str) -> RecordError:
     return RecordError(
-        f"{where}: the image of {memoryview(payload).nbytes:,} bytes is truncated or corrupt, or of no known format"
+        f"{where()}: the image of {memoryview(payload).nbytes:,} bytes is truncated or corrupt, or of no known format"
         f"{why}; expected JPEG, PNG, WebP or BMP: restore or remove it"
     )
 
 
-def _num_bytes(payload: Any, where: str) -> int:
+def _num_bytes(payload: Any, where: Name) -> int:
     try:
         return memoryview(payload).nbytes
     except TypeError as error:
         raise RecordError(
-            f"{where}: holds a {type(payload).__name__}, expected the bytes of an encoded image; name the leaf of "
+            f"{where()}: holds a {type(payload).__name__}, expected the bytes of an encoded image; name the leaf of "
             "images with leaf=, or leave the record out"
         ) from error
 
