@@ -213,6 +213,13 @@ def test_a_text_that_is_none_is_an_error_of_its_batch(tmp_path: Path, monkeypatc
     assert found.count(20) >= 8  # the first one, and those beside the bad one
 
 
+def test_the_first_batch_is_read_before_several(arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(from_arrays(arrays), batch_size=16, knobs=Knobs(threads=1))
+    found = reads_of(loader.source, monkeypatch)
+    next(iter(loader))
+    assert found[0] == 16
+
+
 def test_who_is_read_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where a ledger of skipped records would lie
     np.save(tmp_path / "a.npy", np.zeros((64, 256), np.float32))

@@ -4,6 +4,7 @@ import gc
 import mmap
 import random
 import weakref
+from collections import deque
 from typing import Any
 
 import jax
@@ -112,6 +113,44 @@ def test_slots_may_die_before_their_memory() -> None:
     gc.collect()
     assert gone() is None
     assert (memory == 7).all()
+
+
+@pytest.fixture
+def leavings(monkeypatch: pytest.MonkeyPatch) -> deque[Any]:
+    found: deque[Any] = deque(maxlen=3)
+    monkeypatch.setattr("braidax.data.fetching.slots._leavings", found)
+    return found
+
+
+def test_slots_leave_their_memory_to_others_of_the_size(leavings: deque[Any]) -> None:
+    slots = Slots(4096, keep=2)
+    seen = slots.take()
+    early = slots.take().ctypes.data
+    del slots
+    assert [memory.ctypes.data for memory in leavings] == [early]
+    late = seen.ctypes.data
+    del seen  # the last view of a slot whose Slots are gone
+    assert late in [memory.ctypes.data for memory in leavings]
+    other, again = Slots(8192, keep=2), Slots(4096, keep=2)
+    assert other.take().ctypes.data not in (early, late)
+    assert len(leavings) == 2
+    taken = [again.take() for _ in range(3)]
+    assert {early, late} < {memory.ctypes.data for memory in taken}
+    assert len({memory.ctypes.data for memory in taken}) == 3
+    assert not leavings
+
+
+def test_no_more_memory_is_left_than_the_next_slots_need(leavings: deque[Any]) -> None:
+    large = Slots((8 << 20) + 1, keep=2)
+    large.take()
+    del large
+    assert not leavings
+    slots = Slots(4096, keep=1)
+    taken = [slots.take() for _ in range(6)]
+    taken.clear()
+    assert len(leavings) == 3
+    del slots
+    assert len(leavings) == 3
 
 
 def _array(arrays: dict[str, jax.Array]) -> Any:

@@ -181,6 +181,9 @@ class Fetch:
             for read in reads:
                 self._mark(read)
                 self._threads.run(self._fill_apart, batch, read)
+        if len(reads) == 1 and is_at_hand(batch.source):  # it waits for nothing
+            self._fill(batch, reads[0])
+            return
         for read in reads:  # all behind those of batches that began before: these are wanted first
             self._threads.run(self._fill, batch, read)
 

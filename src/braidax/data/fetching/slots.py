@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from braidax.data.workers.alignment import ALIGNMENT
 
+_KEPT, _KEPT_BYTES = 6, 8 << 20  # stretches of memory for other slots, and of each at most
 _LARGE_PAGE = 1 << 21  # bytes: to touch one first takes a tenth of the time of as many small pages
 _WASTED = 1 / 3  # of a slot at most, at the end of its last large page
 
@@ -28,6 +29,7 @@ class Slots:
     def __init__(self, num_bytes: int, *, keep: int) -> None:
         self._num_bytes = num_bytes
         self._free = _Free(keep)
+        weakref.finalize(self, self._free.leave_all).atexit = False
 
     @property
     def keep(self) -> int:
@@ -43,7 +45,8 @@ class Slots:
         try:
             memory = self._free.slots.pop()
         except IndexError:
-            memory = _memory(self._num_bytes)
+            memory = _left(self._num_bytes)
+            memory = _memory(self._num_bytes) if memory is None else memory
         lease = _Lease(memory)
         weakref.finalize(lease, self._free.give_back, memory).atexit = False
         return np.asarray(lease)
@@ -72,6 +75,38 @@ class _Free:
     def give_back(self, memory: NDArray[np.uint8]) -> None:
         if len(self.slots) < self.keep:
             self.slots.append(memory)
+        else:
+            _leave(memory)
+
+    def leave_all(self) -> None:
+        """Leaves all to other slots: nobody takes these any more."""
+        self.keep = 0
+        while self.slots:
+            _leave(self.slots.pop())
+
+
+# What slots have left, for those of the next pass or loader. New memory has to be zeroed, which takes as long as to
+# fill it, and much longer on a virtual machine whose host has to find it first. Arrays give slots back whenever the last
+# of them is collected, also inside these functions: so no lock is held, and each change is one call.
+_leavings: deque[NDArray[np.uint8]] = deque(maxlen=_KEPT)
+
+
+def _leave(memory: NDArray[np.uint8]) -> None:
+    if memory.nbytes <= _KEPT_BYTES:
+        _leavings.append(memory)
+
+
+def _left(num_bytes: int) -> NDArray[np.uint8] | None:
+    """Returns memory of that size that slots have left, or None."""
+    for _ in range(_KEPT):
+        try:
+            memory = _leavings.popleft()
+        except IndexError:
+            return None
+        if memory.nbytes == num_bytes:
+            return memory
+        _leavings.append(memory)
+    return None
 
 
 class _Lease:
