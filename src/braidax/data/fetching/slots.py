@@ -86,8 +86,8 @@ class _Free:
 
 
 # What slots have left, for those of the next pass or loader. New memory has to be zeroed, which takes as long as to
-# fill it, and much longer on a virtual machine whose host has to find it first. Arrays give slots back whenever the last
-# of them is collected, also inside these functions: so no lock is held, and each change is one call.
+# fill it, and much longer on a virtual machine whose host has to find it first. Arrays give slots back when the last of
+# them is collected, also inside these functions: so no lock is held, and each change is one call.
 _leavings: deque[NDArray[np.uint8]] = deque(maxlen=_KEPT)
 
 
