@@ -359,6 +359,9 @@ def test_what_cannot_be_pickled_is_named() -> None:
 
 
 def test_what_cannot_be_unpickled_there_says_why() -> None:
+    first = in_processes(open_source(_Holder()), num_workers=1)
+    read(first, [0])  # workers here are forks of a process that stays
+    first.close()
     before = children(os.getpid())
     source = in_processes(open_source(UnpacksNowhereElse()), num_workers=1)
     with pytest.raises(ArgumentError, match="in a worker process: LookupError: no key for this host") as caught:

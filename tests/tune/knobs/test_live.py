@@ -111,6 +111,7 @@ def test_a_value_out_of_its_range_changes_nothing(loader: DataLoader, saver: Che
 
 
 def test_knobs_are_set_between_batches_and_batches_stay_the_same(loader: DataLoader) -> None:
+    loader.knobs = Knobs(prefetch=2)
     expected, read = peeked(loader, 6), list[int]()
     source = loader.source
     assert isinstance(source, Numbers)
@@ -164,6 +165,7 @@ def test_own_controllers_are_paused_and_go_on_as_they_were(
 ) -> None:
     monkeypatch.setattr("braidax.data.fetching.depth._PERIOD_SECONDS", 0.0)  # it decides after 8 batches
     monkeypatch.setattr("braidax.data.fetching.depth._BUSY", float("inf"))
+    loader.depth.prefetch = 2  # that of batches of 64 samples and more
     loader.depth.paused = True
     with controllers_paused(loader, saver):
         assert (loader.depth.paused, saver.spacing.paused) == (True, True)
