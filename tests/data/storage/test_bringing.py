@@ -52,11 +52,6 @@ class Brings:
         self.asked.append((len(data), seconds))
         return self.answer
 
-    def take(self, *arguments: Any) -> None:
-        reads = compiled()
-        assert reads is not None
-        reads.take(*arguments)
-
 
 @pytest.fixture
 def brings(monkeypatch: pytest.MonkeyPatch) -> Brings:

@@ -168,7 +168,8 @@ class Fetch:
                 prepare(batch.source, wanted)
             least = -(-len(self._local) // (_READS_EACH * self._threads.num_threads))
             # Nobody knows yet how long samples take that somebody waits for: all threads read them.
-            first = self._plan.batch_size if is_at_hand(batch.source) else least
+            at_hand = is_at_hand(batch.source)
+            first = self._plan.batch_size if at_hand else least
             reads = [Read(reading) for reading in self._plan.reads(self._pace.num_rows(least, first))]
         except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
             batch.future.set_exception(raised)
@@ -181,7 +182,7 @@ class Fetch:
             for read in reads:
                 self._mark(read)
                 self._threads.run(self._fill_apart, batch, read)
-        if len(reads) == 1 and is_at_hand(batch.source):  # it waits for nothing
+        if len(reads) == 1 and at_hand:  # it waits for nothing
             self._fill(batch, reads[0])
             return
         for read in reads:  # all behind those of batches that began before: these are wanted first

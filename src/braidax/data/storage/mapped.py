@@ -93,7 +93,7 @@ class Mapped(Memory):
 
     Files that fit in half of this host's memory are left to the kernel's read-ahead: all of it is needed within an
     epoch, and stays. Where pages are missing, and the first window is of records all over the files, these are read in
-    their order before it, for half a second at most: no disk is as fast where reads come from everywhere. Of larger
+    their order before it, for half a second at most: disks are slower where reads come from everywhere. Of larger
     files, where reads wait for the disk, the kernel is asked ahead for all that a window needs; its own read-ahead is
     off, since windows are random. A file that changes is noticed at the next read. What cannot be caught is a file that
     another process truncates between that check and the copy: the kernel then ends this process by SIGBUS.

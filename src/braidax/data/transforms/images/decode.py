@@ -25,8 +25,7 @@ Decode = Literal["fast", "exact"]
 Choose = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """Chooses crops: from sizes, int64 `[n, 2]`, height and width, to boxes, int64 `[n, 4]`: top, left, height, width."""
 
-Name = Callable[[], str]
-"""Names an image for errors."""
+_Name = Callable[[], str]  # of an image, for errors
 
 _JPEG = b"\xff\xd8"
 _SMALL = 64  # pixels on the longer side: decoding all of them costs nothing
@@ -142,7 +141,7 @@ def _jpeg_size(payload: Any) -> tuple[int, int]:
     return (height, width) if known else (0, 0)
 
 
-def _check_pixels(payload: Any, max_pixels: int, where: Name) -> None:
+def _check_pixels(payload: Any, max_pixels: int, where: _Name) -> None:
     """Raises `RecordError` for an image whose header promises more pixels than may be decoded."""
     height, width = promised_size(memoryview(payload).cast("B"))
     if height * width > max_pixels:
@@ -158,7 +157,7 @@ def _eighths(box: Int64[np.ndarray, " 4"], slot: NDArray[np.uint8]) -> int:
 
 
 def _decode_jpeg(
-    payload: Any, size: tuple[int, ...], eighths: int, room: "_Room | NDArray[np.uint8]", where: Name
+    payload: Any, size: tuple[int, ...], eighths: int, room: "_Room | NDArray[np.uint8]", where: _Name
 ) -> NDArray[np.uint8]:
     """Returns the image at a scale: in memory of the room, or in the array that is given, which it fills."""
     height, width = (-(-length * eighths // 8) for length in size)
@@ -175,7 +174,7 @@ def _decode_jpeg(
         raise _damaged(payload, where, f" ({error})") from error
 
 
-def _check_box(box: Int64[np.ndarray, " 4"], slot: NDArray[np.uint8], resizes: bool, where: Name) -> None:
+def _check_box(box: Int64[np.ndarray, " 4"], slot: NDArray[np.uint8], resizes: bool, where: _Name) -> None:
     height, width = box[2:].tolist()
     if not resizes and (height, width) != slot.shape[:2]:
         raise RecordError(
@@ -215,7 +214,7 @@ def _resize_fast(image: NDArray[np.uint8], box: NDArray[np.float64], slot: NDArr
         cv2.warpAffine(part, steps, (new_width, new_height), slot, flags, cv2.BORDER_REPLICATE)
 
 
-def _load(payload: Any, where: Name) -> NDArray[np.uint8]:
+def _load(payload: Any, where: _Name) -> NDArray[np.uint8]:
     cv2, data = _cv2(), memoryview(payload).cast("B")
     is_webp = data[:4].tobytes() == b"RIFF" and data[8:12].tobytes() == b"WEBP"
     flags = cv2.IMREAD_COLOR_RGB | (cv2.IMREAD_IGNORE_ORIENTATION if is_webp else 0)
@@ -229,14 +228,14 @@ def _load(payload: Any, where: Name) -> NDArray[np.uint8]:
     return upright(image, webp_orientation(data)) if is_webp else image
 
 
-def _damaged(payload: Any, where: Name, why: str) -> RecordError:
+def _damaged(payload: Any, where: _Name, why: str) -> RecordError:
     return RecordError(
         f"{where()}: the image of {memoryview(payload).nbytes:,} bytes is truncated or corrupt, or of no known format"
         f"{why}; expected JPEG, PNG, WebP or BMP: restore or remove it"
     )
 
 
-def _num_bytes(payload: Any, where: Name) -> int:
+def _num_bytes(payload: Any, where: _Name) -> int:
     try:
         return memoryview(payload).nbytes
     except TypeError as error:
