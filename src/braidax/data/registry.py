@@ -142,7 +142,7 @@ def _open_tokens(look: Look, **options: Any) -> Source:
 
 
 def _open_array_record(files: Files, **options: Any) -> Source:
-    from braidax.data.formats.records.array_record import open_array_record
+    from braidax.data.formats.array_record.source import open_array_record
 
     return open_array_record(files, **options)
 

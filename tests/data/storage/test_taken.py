@@ -132,8 +132,8 @@ def test_objects_that_do_not_fit_are_refused() -> None:
     assert reads is not None
     out = np.zeros((2, 3), np.uint8)
     wrongs: list[tuple[list[Any], int]] = [
-        ([b"abc"], 3), ([b"abc"] * 3, 3), ([b"abc", "abc"], 3), ([b"abc", bytearray(3)], 3), ([b"abc"] * 2, 0),
-        ([b"abc"] * 2, -3), ([b"abcd"], 4),
+        ([b"abc"], 3), ([b"abc"] * 3, 3), ([b"abc", "abc"], 3), ([memoryview(b"abcdef")[::2]] * 2, 3),
+        ([b"abc"] * 2, 0), ([b"abc"] * 2, -3), ([b"abcd"], 4),
     ]  # fmt: skip
     for objects, width in wrongs:
         with pytest.raises(ValueError, match="expected a list of bytes, and a row for each"):

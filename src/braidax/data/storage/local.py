@@ -43,7 +43,7 @@ class LocalFiles(Files, JoinedFiles):
         self._names = [str(path) for path in paths]
         self._sizes: list[int] = []
         self._stamps: list[str] = []
-        self._ahead = ReadAhead()
+        self._ahead = Warming()
         self._descriptors = _Descriptors(self._names)
         weakref.finalize(self, self._descriptors.close)
         for number, name in enumerate(self._names):
@@ -108,7 +108,8 @@ class LocalFiles(Files, JoinedFiles):
     def prepare(self, ranges: Ranges) -> None:
         if self._ahead.is_cold:
             order = np.lexsort((ranges.offset, ranges.file))
-            self._ask_ahead(merged(Ranges(ranges.file[order], ranges.offset[order], ranges.length[order])))
+            with self._ahead.watch(len(order)):  # what it has the disk do is none of the quiet
+                self._ask_ahead(merged(Ranges(ranges.file[order], ranges.offset[order], ranges.length[order])))
 
     def open(self, number: int) -> IO[bytes]:
         file = Path(self._names[number]).open("rb")  # noqa: SIM115 (the caller closes it)

@@ -1,4 +1,5 @@
-/* Brings, reads, takes, stacks, decodes and pads windows of records for braidax.data; record_binding.pyi says what Python sees of it.
+/* Brings, reads, takes, stacks, unwraps, decodes and pads windows of records for braidax.data; record_binding.pyi says what
+ * Python sees of it.
  *
  * What comes from files is not trusted: each length is compared with the bytes that are there. A record that is written in
  * any other way than nearly all writers do is left to Python, which reads all of them and says what is wrong. */
@@ -34,6 +35,10 @@ static int are_inside(const int64_t *starts, const int64_t *lengths, size_t coun
 #include "bringing.h"
 
 #include "stacking.h"
+
+#include "highway.h"
+
+#include "unwrapping.h"
 
 /* Returns how many ranges were read, one after the other, until one could not be. */
 static size_t read_each(int file, const int64_t *offsets, const int64_t *lengths, const int64_t *starts, size_t count,
@@ -358,6 +363,8 @@ static PyMethodDef functions[] = {
     {"take", take, METH_VARARGS, NULL},
     {"bring", bring, METH_VARARGS, NULL},
     {"stack", stack, METH_VARARGS, NULL},
+    {"highway", highway_hash, METH_VARARGS, NULL},
+    {"unwrap", unwrap, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,4 +1,7 @@
-"""Brings, reads, takes, stacks, decodes and pads windows of records in C. Raises `ValueError` for wrong buffers."""
+"""Brings, reads, takes, stacks, unwraps, decodes and pads windows of records in C.
+
+Raises `ValueError` for wrong buffers.
+"""
 
 from typing import Any
 
@@ -10,7 +13,16 @@ def read(
 ) -> int: ...
 def take(data: Any, ids: NDArray[np.int64], rows: Any, width: int, unit: int, /) -> None: ...
 def bring(data: Any, seconds: float, /) -> bool: ...
-def stack(objects: list[bytes], rows: Any, width: int, /) -> int: ...
+def stack(objects: list[Any], rows: Any, width: int, /) -> int: ...
+def highway(key: bytes, data: Any, by_lanes: bool, /) -> int: ...
+def unwrap(
+    data: NDArray[np.uint8],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    places: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    /,
+) -> None: ...
 def crc32c(data: Any, by_table: bool, /) -> int: ...
 def decode(
     data: Any,

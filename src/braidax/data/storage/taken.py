@@ -63,7 +63,7 @@ def stack_rows(objects: Sequence[Bytes], out: NDArray[Any]) -> int | None:
     if not len(objects):
         return None
     reads, width = compiled(), out[:1].nbytes
-    if reads is not None and width and isinstance(objects, list) and type(objects[0]) is bytes:
+    if reads is not None and width and isinstance(objects, list):
         wrong = reads.stack(objects, _bytes(out), width)
         return None if wrong < 0 else wrong
     lengths = np.fromiter(map(len, objects), np.int64, len(objects))

@@ -308,14 +308,17 @@ def readable(read: Callable[[int], _T], numbers: Iterable[int]) -> list[_T]:
     """
     found: list[_T] = []
     first_error: RecordError | None = None
-    for number in numbers:
-        try:
-            found.append(read(number))
-        except RecordError as error:
-            first_error = first_error or error
-    if not found and first_error is not None:
-        raise first_error
-    return found
+    try:
+        for number in numbers:
+            try:
+                found.append(read(number))
+            except RecordError as error:
+                first_error = first_error or error
+        if not found and first_error is not None:
+            raise first_error
+        return found
+    finally:
+        del first_error  # its traceback holds this call, and with it the files
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from braidax.data.formats.records.array_record import ArrayRecordSource, open_array_record
+from braidax.data.formats.array_record import chunks
+from braidax.data.formats.array_record.source import ArrayRecordSource, open_array_record
 from braidax.data.formats.records.fields import sampled_indices
 from braidax.data.registry import ARRAY_RECORD_MAGIC
 from braidax.data.source import VARYING
@@ -30,7 +31,11 @@ def opened(*paths: Any) -> ArrayRecordSource:
 
 
 @pytest.mark.parametrize("options", ["group_size:1", "group_size:16", "group_size:7,uncompressed"])
-def test_records_of_several_files_in_any_order(tmp_path: Path, options: str) -> None:
+@pytest.mark.parametrize("reads", [chunks.compiled, lambda: None])
+def test_records_of_several_files_in_any_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: Any, options: str
+) -> None:
+    monkeypatch.setattr(chunks, "compiled", reads)
     paths = [
         written(tmp_path / f"{n}.array_record", [record(50 * n + k) for k in range(50)], options) for n in range(3)
     ]
@@ -157,8 +162,20 @@ def test_a_corrupt_record_is_named(tmp_path: Path) -> None:
     assert read(source, [19, 21])["record"].tolist() == [np.random.default_rng(n).bytes(100) for n in (19, 21)]
 
 
-def test_a_file_that_changed(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.array_record", [record(n) for n in range(5)])
+@pytest.mark.parametrize("options", ["group_size:1", "group_size:2"])
+def test_a_file_that_changed(tmp_path: Path, options: str) -> None:
+    path = written(tmp_path / "a.array_record", [record(n) for n in range(5)], options)
+    source = opened(path)
+    read(source)
+    with path.open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(FormatError, match=r"a.array_record: changed (since|while) it was .*open(ed)?.*open it again"):
+        read(source)
+
+
+def test_a_file_of_groups_that_another_replaced(tmp_path: Path) -> None:
+    """One of single records stays open, and is read as it was."""
+    path = written(tmp_path / "a.array_record", [record(n) for n in range(6)], "group_size:2")
     source = opened(path)
     read(source)
     written(tmp_path / "b.array_record", [record(n) for n in range(6)]).replace(path)
@@ -175,16 +192,8 @@ def test_a_record_that_is_not_there(tmp_path: Path) -> None:
         read(source, [0, 5])
 
 
-def test_remote_files_are_refused(unchecked: None) -> None:
-    class Remote:
-        names = ("s3://bucket/a.array_record",)
-
-    with pytest.raises(ArgumentError, match=r"s3://bucket/a.array_record: .* local files only; copy them to a disk"):
-        open_array_record(Remote())
-
-
 def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written(tmp_path / "a.array_record", [b"x"])
+    path = written(tmp_path / "a.array_record", [b"x"] * 4, "group_size:2")
     monkeypatch.setitem(sys.modules, "array_record.python.array_record_module", None)
     with pytest.raises(MissingExtra, match=r'reading ArrayRecord needs .*"braidax\[array-record\]"'):
         opened(path)

@@ -1,57 +1,54 @@
-"""ArrayRecord files, read by the library that defines them: many records in one call, without the GIL."""
+"""ArrayRecord files: records of chunks of their own are read by us, from any storage, all others by the library."""
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, cast
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
+from braidax.data.formats.array_record.chunks import chunk_places, record_contents
+from braidax.data.formats.array_record.library import Library
 from braidax.data.formats.records.contents import place_arrays, place_bytes
 from braidax.data.formats.records.example import features
 from braidax.data.formats.records.example_decoder import example_decoder
 from braidax.data.formats.records.fields import Columns, readable, sampled_indices
 from braidax.data.formats.records.records import Decoder
 from braidax.data.source import VARYING, Indices, Source, check_indices, is_varying, listed, loader_dtype
-from braidax.data.storage.files import Bytes, Files, stamp_of_files
-from braidax.errors import ArgumentError, FormatError, RecordError, import_extra
+from braidax.data.storage.files import Bytes, Files, Ranges, read_joined, stamp_of_files
+from braidax.errors import ArgumentError, FormatError, RecordError
 from braidax.spans import span
 
 RECORD = "record"  # the leaf of a record as it is
-_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # for reads at random, in the thread that asks
-_BUFFER_BYTES = 1 << 12  # it is read anew for each record: of a larger one most is copied for nothing
 _PARALLEL = 8  # files that are opened at a time
+_ONLY_WHOLE = (
+    "from a store records are read that were written with `group_size:1`, by zstd or uncompressed; write it so, or "
+    "copy it to a disk, where the library of the format reads it"
+)
 
 
 class ArrayRecordSource(Source):
     """Samples of ArrayRecord files, in the order of the files.
 
-    The places of all records of a file are in memory as long as the source is: 8 bytes for each group of records. Files
-    written with `group_size:1` read fastest at random; of larger groups each is decompressed as a whole.
+    The places of all records are in memory as long as the source is, 8 bytes each. Of files that were written with
+    `group_size:1`, records are read where they lie, in any storage, and compared with their checksums. Others are read
+    by the library of the format: from local files, each group as a whole.
 
-    **Arguments:** `files`: local ones. `columns`: as `open_array_record`.
+    **Arguments:** `files`: local or remote ones. `columns`: as `open_array_record`.
 
     **Raises:** `FormatError` for files that are truncated or no ArrayRecord files, or when there is no record at all;
-    `ArgumentError` for remote files, and columns that are not there; `MissingExtra`.
+    `ArgumentError` for remote files that only the library reads, and columns that are not there; `MissingExtra`.
     """
 
     def __init__(self, files: Files, columns: Columns | None) -> None:
-        if remote := [name for name in files.names if "://" in name]:
-            raise ArgumentError(
-                f"{remote[0]}: ArrayRecord files are read by a library that knows local files only; copy them to a disk"
-            )
-        self._module: Any = import_extra(
-            "array_record.python.array_record_module", "array-record", purpose="reading ArrayRecord"
-        )
         self._files = files
         self._columns = columns
+        self._library = Library(files.names)
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="braidax-open") as pool:
-            self._readers = list(pool.map(self._open, files.names))
-        weakref.finalize(self, _close, self._readers)
-        self._states = [_state(name) for name in files.names]
-        self._starts = np.cumsum([0, *(reader.num_records() for reader in self._readers)], dtype=np.int64)
+            found = list(pool.map(self._places_of, range(len(files.names))))
+        self._starts = np.cumsum([0, *(len(places) - 1 for places in found)], dtype=np.int64)
+        self._places = np.concatenate(found) if found else np.zeros(0, np.int64)  # of each file one more than records
         if not len(self):
             raise FormatError(f"{files.names[0]}: holds 0 records in {len(files.names)} file(s); expected at least one")
         self._decoder = self._chosen_decoder()
@@ -68,26 +65,31 @@ class ArrayRecordSource(Source):
         return int(self._starts[-1])
 
     def read(self, indices: Indices, out: Any) -> None:
-        """Reads the records of a window, those of a file in one call and each once, and decodes them into place."""
+        """Reads the records of a window together, and decodes them into place."""
         check_indices(indices, len(self), where=f"{self._files.names[0]} ({len(self._files.names)} file(s))")
         payloads = self.payloads(indices)
         with span("decode", num_bytes=sum(map(len, payloads))):
             self._decoder.decode(payloads, indices, out, self.where(indices))
 
-    def payloads(self, indices: Indices) -> list[bytes]:
+    def prepare(self, indices: Indices) -> None:
+        """Asks the storage to fetch the bytes of these records ahead."""
+        self._files.prepare(_with_bytes(self._ranges(indices[(indices >= 0) & (indices < len(self))])))
+
+    def payloads(self, indices: Indices) -> list[Bytes]:
         """Returns the bytes of records, int64 `[n]`, that are known to be there."""
-        wanted: list[int] = indices.tolist()
-        if len(self._readers) == 1 and len(set(wanted)) == len(wanted):
-            return self._read(0, wanted)
-        found: list[bytes] = [b""] * len(indices)
-        file_of = np.searchsorted(self._starts, indices, side="right") - 1
-        for file in cast("list[int]", np.unique(file_of).tolist()):
-            rows = np.flatnonzero(file_of == file)
-            places, inverse = np.unique(indices[rows] - self._starts[file], return_inverse=True)
-            records = self._read(file, places.tolist())
-            for row, place in zip(rows.tolist(), inverse.tolist(), strict=True):
-                found[row] = records[place]
-        return found
+        ranges = self._ranges(indices)
+        found: list[Bytes | None] = [None] * len(indices)
+        ours = _with_bytes(ranges)
+        if len(ours.file) == len(found):
+            found = record_contents(read_joined(self._files, ours), ours.offset)
+        elif len(ours.file):
+            contents = record_contents(read_joined(self._files, ours), ours.offset)
+            for row, content in zip(np.flatnonzero(ranges.length).tolist(), contents, strict=True):
+                found[row] = content
+        left = [row for row, content in enumerate(found) if content is None]
+        if left:
+            self._read_by_library(indices, ranges.file, np.array(left), found)
+        return cast("list[Bytes]", found)
 
     def where(self, indices: Indices) -> Callable[[int], str]:
         """Returns what names the file and the record of an element of `indices`, for errors."""
@@ -112,49 +114,46 @@ class ArrayRecordSource(Source):
             "bytes": f"{sum(self._files.sizes):,}",
         }
 
+    def _places_of(self, file: int) -> NDArray[np.int64]:
+        """Returns where the records of a file begin, and the last one ends: zeros, where only the library knows."""
+        found = chunk_places(self._files, file)
+        if found is not None:
+            return found
+        if "://" in (name := self._files.names[file]):
+            raise ArgumentError(f"{name}: is no ArrayRecord file, a truncated one, or one of groups: {_ONLY_WHOLE}")
+        return np.zeros(self._library.num_records(file) + 1, np.int64)
+
+    def _ranges(self, indices: Indices) -> Ranges:
+        file = np.searchsorted(self._starts, indices, side="right") - 1
+        offset = self._places[indices + file]
+        return Ranges(file, offset, self._places[indices + file + 1] - offset)
+
+    def _read_by_library(
+        self, indices: Indices, files: NDArray[np.int64], left: NDArray[np.intp], found: list[Bytes | None]
+    ) -> None:
+        """Reads what is left, the records of a file in one call and each once."""
+        for file in cast("list[int]", np.unique(files[left]).tolist()):
+            rows = left[files[left] == file]
+            if "://" in self._files.names[file]:
+                raise RecordError(f"{self.where(indices)(int(rows[0]))}: is corrupt, or in a group: {_ONLY_WHOLE}")
+            places, inverse = np.unique(indices[rows] - self._starts[file], return_inverse=True)
+            records = self._library.read(file, places.tolist())
+            for row, place in zip(rows.tolist(), inverse.tolist(), strict=True):
+                found[row] = records[place]
+
     def _chosen_decoder(self) -> Decoder:
         """Looks at some records, from the first to the last; those that cannot be read are left to their reads."""
         if self._columns is not None and list(self._columns) == [RECORD]:
             spec = self._columns[RECORD] if isinstance(self._columns, Mapping) else VARYING
             return RawRecords(spec, name=self._files.names[0])
         records = readable(
-            lambda number: (number, *self.payloads(np.array([number]))), sampled_indices(len(self)).tolist()
+            lambda number: (number, *map(bytes, self.payloads(np.array([number])))),
+            sampled_indices(len(self)).tolist(),
         )
         kept, found = [number for number, _ in records], [payload for _, payload in records]
         if self._columns is None and not all(map(_is_example, found)):
             return RawRecords()
         return example_decoder(found, self._columns, _whole, self.where(np.array(kept)), name=self._files.names[0])
-
-    def _open(self, name: str) -> Any:
-        reader = self._module.ArrayRecordReader(name, options=_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES)
-        if not reader.ok():
-            raise FormatError(
-                f"{name}: is no ArrayRecord file, or a truncated one (the list of its records, at its end, cannot be "
-                "read); copy or write it again"
-            )
-        return reader
-
-    def _read(self, file: int, places: list[int]) -> list[bytes]:
-        name = self._files.names[file]
-        if _state(name) != self._states[file]:
-            raise FormatError(f"{name}: changed since it was opened, or is gone; open it again")
-        try:
-            return self._readers[file].read(places)
-        except RuntimeError as error:
-            for place in places:
-                self._read_alone(file, place)
-            raise RecordError(
-                f"{name}: the records {places[:8]} cannot be read together, but each alone ({error}); check the disk"
-            ) from error
-
-    def _read_alone(self, file: int, place: int) -> None:
-        """Raises `RecordError` for a record that cannot be read."""
-        try:
-            self._readers[file].read([place])
-        except RuntimeError as error:
-            raise RecordError(
-                f"{self._files.names[file]}, record {place}: cannot be read ({error}); copy or write the file again"
-            ) from error
 
 
 class RawRecords(Decoder):
@@ -189,13 +188,18 @@ class RawRecords(Decoder):
 def open_array_record(files: Files, *, columns: Columns | None = None) -> ArrayRecordSource:
     """Opens ArrayRecord files: of tf.train.Example as `open_tfrecord` does, of others as samples `{"record": bytes}`.
 
-    **Arguments:** `files`: local ones. `columns`: features to read, in order, or what each of them holds (see
+    **Arguments:** `files`: local or remote ones. `columns`: features to read, in order, or what each of them holds (see
     `Columns`); by default all, where all records that are looked at are tf.train.Example. `["record"]` reads records as
     they are; `{"record": jax.ShapeDtypeStruct((32, 32, 3), "uint8")}` as arrays, whose bytes they are.
 
     **Raises:** as `ArrayRecordSource`.
     """
     return ArrayRecordSource(files, columns)
+
+
+def _with_bytes(ranges: Ranges) -> Ranges:
+    """Returns the ranges that the library is not needed for."""
+    return ranges if ranges.length.all() else Ranges(*(part[ranges.length > 0] for part in ranges))
 
 
 def _whole(payload: Bytes, where: Callable[[], str]) -> bytes:
@@ -207,16 +211,3 @@ def _is_example(record: bytes) -> bool:
         return bool(features(record))
     except ValueError:
         return False
-
-
-def _state(name: str) -> tuple[int, int, int] | None:
-    try:
-        state = Path(name).stat()
-    except OSError:
-        return None
-    return state.st_ino, state.st_size, state.st_mtime_ns
-
-
-def _close(readers: list[Any]) -> None:
-    for reader in readers:
-        reader.close()
