@@ -1,6 +1,7 @@
 /* Rows of one length, taken from memory in any order; included by record_binding.c behind padding.h. */
 
-enum { COMING = 4096, LEAST_AHEAD = 2, MOST_AHEAD = 16, ASKED = 512 }; /* bytes on their way; rows; bytes of one that are asked for */
+enum { COMING = 8192, LEAST_AHEAD = 2, MOST_AHEAD = 32, ASKED = 4096 }; /* bytes on their way; rows; bytes of one that are asked for */
+enum { TO_SECOND_CACHE = 2 }; /* which can wait for more lines at a time than the first, and has room for them */
 enum { LINE = 64, STREAMED = 4 << 20 }; /* bytes of a cache's line; of rows that are written past the caches, from so many on */
 
 typedef void (*copy_of)(char *to, const char *from, size_t width);
@@ -13,7 +14,7 @@ static inline void copy_row(char *to, const char *from, size_t width) {
 
 /* Copies rows, of which number `id` begins `id * unit` bytes behind the first.
  *
- * Rows lie anywhere in memory that no cache holds: while one is copied, the first bytes of those that follow are on their way. */
+ * Rows lie anywhere in memory that no cache holds: while one is copied, those that follow are on their way. */
 static inline __attribute__((always_inline)) void take_by(copy_of copy, const char *data, size_t unit, const int64_t *ids, size_t count,
                                                           char *rows, size_t width) {
     size_t ahead = COMING / width;
@@ -21,7 +22,7 @@ static inline __attribute__((always_inline)) void take_by(copy_of copy, const ch
     for (size_t i = 0; i < count; i++) {
         if (i + ahead < count) {
             const char *coming = data + (size_t)ids[i + ahead] * unit;
-            for (size_t at = 0; at < width && at < ASKED; at += LINE) __builtin_prefetch(coming + at);
+            for (size_t at = 0; at < width && at < ASKED; at += LINE) __builtin_prefetch(coming + at, 0, TO_SECOND_CACHE);
         }
         copy(rows + i * width, data + (size_t)ids[i] * unit, width);
     }
