@@ -90,7 +90,7 @@ def compiled(root: Path) -> str | None:
     try:
         for source, file in zip(SOURCES, unfinished.values(), strict=True):
             options = ["-std=gnu11", "-O3", "-fPIC", "-shared", f"-I{headers}", str(root / source), "-o", str(file)]
-            options += ["-ffp-contract=off", "-ldl", "-lm"]  # numbers are the same on all processors
+            options += ["-ffp-contract=off", "-ldl", "-lm", "-pthread"]  # numbers are the same on all processors
             subprocess.run([*compiler, *options], capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True)
         for built, file in unfinished.items():
             file.replace(built)  # a process that has loaded the old one keeps it

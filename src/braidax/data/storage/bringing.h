@@ -1,5 +1,7 @@
 /* Mapped files, brought into memory in their order; included by record_binding.c. */
 
+#include <pthread.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <time.h>
 
@@ -27,15 +29,39 @@ static int is_missing(const char *data, size_t size) {
     return 0;
 }
 
-/* Returns whether nothing is left to bring. Each piece is read and mapped at once, which disks do faster than anything else. */
-static int bring_pieces(const char *data, size_t size, double seconds) {
-    double end = now() + seconds;
-    if (!is_missing(data, size)) return 1;
-    for (size_t at = 0; at < size; at += PIECE) {
-        if (now() > end) return 0;
-        if (madvise((void *)(data + at), size - at < PIECE ? size - at : PIECE, MADV_POPULATE_READ) < 0) return 0;
+typedef struct {
+    const char *data;
+    size_t size, next; /* the piece that nobody has taken */
+    double end;
+    int is_left; /* whether some of them stay where they are */
+} pieces;
+
+/* Takes one piece after the other until none is left. Each is read and mapped at once. */
+static void *bring_some(void *given) {
+    pieces *all = given;
+    for (;;) {
+        size_t at = __atomic_fetch_add(&all->next, PIECE, __ATOMIC_RELAXED);
+        if (at >= all->size) return NULL;
+        size_t size = all->size - at < PIECE ? all->size - at : PIECE;
+        if (now() <= all->end && madvise((void *)(all->data + at), size, MADV_POPULATE_READ) == 0) continue;
+        __atomic_store_n(&all->is_left, 1, __ATOMIC_RELAXED);
+        return NULL;
     }
-    return 1;
+}
+
+/* Returns whether nothing is left to bring. Two threads do it: while one maps what has come, the disk reads for the other. */
+static int bring_pieces(const char *data, size_t size, double seconds) {
+    pieces all = {.data = data, .size = size, .end = now() + seconds};
+    if (!is_missing(data, size)) return 1;
+    sigset_t none, before;
+    sigfillset(&none);
+    pthread_sigmask(SIG_BLOCK, &none, &before); /* signals are for threads of Python */
+    pthread_t other;
+    int is_alone = size <= PIECE || pthread_create(&other, NULL, bring_some, &all) != 0;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    bring_some(&all);
+    if (!is_alone) pthread_join(other, NULL);
+    return !all.is_left;
 }
 #else
 static int bring_pieces(const char *data, size_t size, double seconds) {
