@@ -227,9 +227,11 @@ def test_who_is_read_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         np.save(tmp_path / f"b{number}.npy", np.zeros((64, 256), np.float32))
     quick = data.open(tmp_path / "a.npy")
 
-    def at_once(source: Any, batch_size: int = 8, num_begun: int = 10**4, **options: Any) -> several.Ahead:
+    def at_once(source: Any, batch_size: int = 8, num_begun: int = 10**4, **options: Any) -> tuple[int, int]:
         loader = DataLoader(source, batch_size=batch_size, **options)
-        return several.how_far(loader.source, loader._plan, loader.knobs, loader._prefetch, num_begun=num_begun)
+        far = several.how_far(loader.source, loader._plan, loader.knobs, loader._prefetch, num_begun=num_begun)
+        assert far.room == far.at_once
+        return far[:2]
 
     assert at_once(quick) == (8, 24)
     assert at_once(data.open(str(tmp_path / "b*.npy"))) == (8, 24)
@@ -255,17 +257,18 @@ def test_who_is_read_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     large = np.zeros((8, 1 << 20), np.uint8)
     assert at_once(from_arrays({"x": large}), 2) == (4, 12)
     assert at_once(from_arrays({"x": large}), 5) == (1, 8)
-    assert [at_once(from_arrays({"x": large}), 1, num).at_once for num in (0, 10**4)] == [8, 8]
+    assert [at_once(from_arrays({"x": large}), 1, num)[0] for num in (0, 10**4)] == [8, 8]
 
 
 def test_fewer_are_read_at_once_where_there_are_many_leaves_or_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # as it is by default
     loader = DataLoader(from_arrays({"x": np.zeros((64, 256), np.float32)}), batch_size=8)
     given = loader.source, loader._plan, loader.knobs, loader._prefetch
-    assert several.how_far(*given, num_begun=10**4) == (32, 96)
-    begins = [several.how_far(*given, num_begun=num).at_once for num in (0, 31, 32, 63, 64)]
-    assert begins == [8, 8, 16, 16, 32]  # who asks for one batch gets it before 96 are read
-    assert several.how_far(*given, num_begun=10**4, is_alone=False) == (8, 24)
+    assert several.how_far(*given, num_begun=10**4) == (32, 96, 32)
+    begins = [several.how_far(*given, num_begun=num) for num in (0, 31, 32, 63, 64)]
+    assert [far.at_once for far in begins] == [8, 8, 16, 16, 32]  # who asks for one batch gets it before 96 are read
+    assert {far.room for far in begins} == {32}
+    assert several.how_far(*given, num_begun=10**4, is_alone=False) == (8, 24, 8)
     for num_leaves, at_once in ((8, 32), (12, 16), (40, 8)):
         loader = DataLoader(
             from_arrays({str(leaf): np.zeros(64, np.float32) for leaf in range(num_leaves)}), batch_size=8

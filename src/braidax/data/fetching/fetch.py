@@ -80,14 +80,14 @@ class Fetch:
         self._threads.run_first(self._begin, batch, draw)  # before reads that wait: it asks for more of them
         return batch
 
-    def start_several(self, draw: Draw, alone: Sequence[Draw]) -> list[Part]:
+    def start_several(self, draw: Draw, alone: Sequence[Draw], room: int) -> list[Part]:
         """Begins to fetch several full batches by one read, into memory that lasts as long as one of them.
 
         **Arguments:** `draw`: returns the source and the samples of all, one batch behind the other. `alone`: draws
-        each, where that read fails.
+        each, where that read fails. `room`: batches that later reads are of, at most: memory is made for as many.
         """
         future = Future[list[Any]]()
-        self._threads.run(self._begin_several, future, draw, alone)
+        self._threads.run(self._begin_several, future, draw, alone, room)
         return [Part(future, place) for place in range(len(alone))]
 
     def run(self, work: Callable[..., None], *arguments: Any) -> None:
@@ -188,9 +188,9 @@ class Fetch:
         for read in reads:  # all behind those of batches that began before: these are wanted first
             self._threads.run(self._fill, batch, read)
 
-    def _begin_several(self, future: "Future[list[Any]]", draw: Draw, alone: Sequence[Draw]) -> None:
+    def _begin_several(self, future: "Future[list[Any]]", draw: Draw, alone: Sequence[Draw], room: int) -> None:
         try:
-            found = self._read_several(*draw(), len(alone))
+            found = self._read_several(*draw(), len(alone), room)
         except BaseException:  # noqa: BLE001 (it is raised again by the read of a batch that has the record)
             batches = [Batch() for _ in alone]
             future.set_result(batches)
@@ -199,11 +199,11 @@ class Fetch:
         else:
             future.set_result(found)
 
-    def _read_several(self, source: Source, indices: NDArray[np.int64], number: int) -> list[Any]:
+    def _read_several(self, source: Source, indices: NDArray[np.int64], number: int, room: int) -> list[Any]:
         """Returns the load arrays of each batch."""
         slots, plan = self._wide, self._plan.at_once
         if slots is None or slots[0] < number:
-            slots = self._wide = number, Slots(number * plan.num_bytes, keep=_WIDE_SLOTS)
+            slots = self._wide = room, Slots(room * plan.num_bytes, keep=_WIDE_SLOTS)
         room, memory = slots[0], slots[1].take()
         with self._trace.active():
             rows = plan.rows_of_several(memory, number, room)

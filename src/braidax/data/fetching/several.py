@@ -28,10 +28,15 @@ Draw = Callable[[Cursor, int], tuple[Source, NDArray[np.int64]]]
 
 
 class Ahead(NamedTuple):
-    """How far to run ahead. **Fields:** `at_once`: batches that are read at once. `in_flight`: batches."""
+    """How far to run ahead.
+
+    **Fields:** `at_once`: batches that are read at once. `in_flight`: batches. `room`: batches that will be read at
+    once later in the pass: memory is made for as many, once.
+    """
 
     at_once: int
     in_flight: int
+    room: int
 
 
 class Begun(NamedTuple):
@@ -51,15 +56,24 @@ def how_far(
     `is_alone`: whether no other process loads them, too.
     """
     num_bytes = max(plan.at_once.num_bytes, 1)
-    most = min(_MOST, num_begun // _SHARE, _MOST_ARRAYS // len(plan.leaves)) if is_alone else 0
-    limit = max(_FEWEST, most)
-    most = 1 << min(limit, _MOST_BYTES // num_bytes).bit_length() >> 1  # a power of two: each growth is memory anew
+    later = min(_MOST, _MOST_ARRAYS // len(plan.leaves)) if is_alone else 0
+    most, room = (_power_of_two(some, num_bytes) for some in (min(later, num_begun // _SHARE), later))
     if most < 2 or not plan.at_once.stacks or knobs.hedge_seconds == 0 or not is_at_hand(source):
-        return Ahead(1, prefetch)
+        return Ahead(1, prefetch, 1)
     stretches = min(_STRETCHES, 1 + (knobs.threads or _STRETCHES))
-    if knobs.prefetch is None:
-        prefetch = max(prefetch, min(stretches * most, knobs.max_bytes // num_bytes))
-    return Ahead(max(1, min(most, prefetch // stretches)), prefetch)
+
+    def in_flight(at_once: int) -> int:
+        if knobs.prefetch is not None:
+            return prefetch
+        return max(prefetch, min(stretches * at_once, knobs.max_bytes // num_bytes))
+
+    at_once, room = (max(1, min(some, in_flight(some) // stretches)) for some in (most, room))
+    return Ahead(at_once, in_flight(most), room)
+
+
+def _power_of_two(most: int, num_bytes: int) -> int:
+    """Returns how many batches of so many bytes are read at once, at most: each growth is another program."""
+    return 1 << min(max(_FEWEST, most), _MOST_BYTES // num_bytes).bit_length() >> 1
 
 
 class Coming:
@@ -94,23 +108,23 @@ class Coming:
         fresh: list[Batch | Part] = []
         while len(self) + num_made <= self.most and (self._end is None or self._ahead.epoch < self._end):
             at_once = 1 if self._ahead == self._first else far.at_once  # the first one is waited for
-            begun = _begin(self._fetch, self._order, self._ahead, self._draw, at_once=at_once)
+            begun = _begin(self._fetch, self._order, self._ahead, self._draw, far._replace(at_once=at_once))
             self._batches += begun
             self.num_begun, self._ahead = self.num_begun + len(begun), begun[-1].after
             fresh += [one.batch for one in begun]
         return fresh
 
 
-def _begin(fetch: Fetch, order: Order, cursor: Cursor, draw: Draw, *, at_once: int) -> list[Begun]:
-    """Begins to fetch the next batches, of one epoch: so many, as far as it has full ones."""
-    at_once = min(at_once, (order.num_samples - cursor.position) // order.batch_size)
+def _begin(fetch: Fetch, order: Order, cursor: Cursor, draw: Draw, far: Ahead) -> list[Begun]:
+    """Begins to fetch the next batches, of one epoch: as many as are read at once, as far as it has full ones."""
+    at_once = min(far.at_once, (order.num_samples - cursor.position) // order.batch_size)
     cursors = [cursor]
     while len(cursors) <= max(1, at_once):
         cursors.append(order.after(cursors[-1]))
     draws = [functools.partial(draw, start, 1) for start in cursors[:-1]]
     batches: Sequence[Batch | Part]
     if at_once > 1:
-        batches = fetch.start_several(functools.partial(draw, cursor, at_once), draws)
+        batches = fetch.start_several(functools.partial(draw, cursor, at_once), draws, far.room)
     else:
         batches = [fetch.start(draws[0])]
     for start in cursors[:-1]:
