@@ -1,4 +1,4 @@
-"""The door to object stores: S3, Google Cloud Storage and HTTP servers, through obstore."""
+"""The door to object stores: S3, Google Cloud Storage, Azure and HTTP servers, through obstore."""
 
 import datetime
 import os
@@ -15,18 +15,24 @@ _NO_HEADERS: Mapping[str, str] = {}
 _STORES = {  # by scheme: obstore's class, and what it takes most often
     "s3": ("S3Store", "endpoint, region"),
     "gs": ("GCSStore", "base_url, bearer_token"),
+    "az": ("AzureStore", "account_name, account_key, endpoint"),
+}
+_ENDPOINTS = {  # the names of the address of a server: first as an option, all others as variables, too
+    "s3": ("endpoint", "aws_endpoint", "endpoint_url", "aws_endpoint_url", "aws_endpoint_url_s3"),
+    "az": ("endpoint", "azure_endpoint", "azure_storage_endpoint"),
 }
 _METADATA = (  # where a machine in a cloud is asked for its own credentials
     "latest/api/token",
     "latest/meta-data/iam/",
     "computeMetadata/v1/instance/",
+    "metadata/identity/oauth2/",
 )
 
 
 def address(url: str) -> tuple[str, str]:
     """Returns the store of a URL and the path in it; a URL with a query, such as a signature, is a store of its own."""
     scheme, _, rest = url.partition("://")
-    if scheme in ("s3", "gs"):
+    if scheme in _STORES:
         bucket, _, key = rest.partition("/")
         return f"{scheme}://{bucket}", key
     parts = urlsplit(url)
@@ -38,7 +44,7 @@ def address(url: str) -> tuple[str, str]:
 class Opener:
     """Opens stores.
 
-    **Arguments:** `client`: what obstore's `S3Store`, `GCSStore` or `HTTPStore` takes; what is not there it finds in
+    **Arguments:** `client`: what obstore's `S3Store`, `GCSStore`, `AzureStore` or `HTTPStore` takes; what is not there it finds in
     the environment. `retries`: of a request that fails. `timeout_seconds`: the limit of a request, retries included.
     `purpose`: what needs it, for the error where obstore is missing.
 
@@ -102,7 +108,7 @@ def lacks_credentials(error: BaseException) -> bool:
 
 def lacks_bucket(error: BaseException) -> bool:
     """Says whether the bucket does not exist."""
-    return "<Code>NoSuchBucket</Code>" in str(error)
+    return any(f"<Code>{code}</Code>" in str(error) for code in ("NoSuchBucket", "ContainerNotFound"))
 
 
 def first_line(error: BaseException) -> str:
@@ -118,8 +124,8 @@ def _is_plain(root: str, given: Mapping[str, Any]) -> bool:
     """
     if root.startswith("gs://"):
         return True
-    names = ("endpoint", "aws_endpoint", "endpoint_url", "aws_endpoint_url", "aws_endpoint_url_s3")
+    names = _ENDPOINTS[root[:2]] if root[:5] in ("s3://", "az://") else ()
     config = {**dict(given.get("config") or {}), **given}
     ends = [str(value) for name, value in config.items() if str(name).lower() in names]
-    ends += [os.environ.get(name.upper(), "") for name in names[1:]] if root.startswith("s3://") else []
+    ends += [os.environ.get(name.upper(), "") for name in names[1:]]
     return any(end.startswith("http://") for end in [root, *ends])

@@ -1,4 +1,4 @@
-"""An S3 or Google Cloud Storage server on loopback that notes what it is asked, and answers otherwise if told so."""
+"""A server of S3, Google Cloud Storage or Azure on loopback that notes what it is asked, and answers otherwise if told so."""
 
 import contextlib
 import functools
@@ -12,9 +12,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-from obstore.store import GCSStore, S3Store
+from obstore.store import AzureStore, GCSStore, S3Store
 from werkzeug.test import Client
 
+from tests.support.azure_storage import ACCOUNT, KEY, AzureStorage
 from tests.support.google_storage import S3_KEY, TOKEN, GoogleStorage
 
 _JOIN_SECONDS = 10.0
@@ -38,7 +39,7 @@ class Request(NamedTuple):
 class BucketServer:
     """The server, with an empty bucket `bucket`.
 
-    `scheme`: `s3` or `gs`. These may be changed: `answer`, a status, None for what is right; `page_keys`, how many
+    `scheme`: `s3`, `gs` or `az`. These may be changed: `answer`, a status, None for what is right; `page_keys`, how many
     objects a list holds before it is to be continued, None for as many as the server likes.
     """
 
@@ -58,6 +59,8 @@ class BucketServer:
         """What a `Bucket` or a `Remote` takes to find it."""
         if self.scheme == "gs":
             return {"base_url": self.url, "bearer_token": TOKEN}
+        if self.scheme == "az":
+            return {"endpoint": self.url, "account_name": ACCOUNT, "account_key": KEY}
         return {"endpoint": self.url, "region": "us-east-1", "access_key_id": "key", "secret_access_key": "secret"}
 
     @property
@@ -65,12 +68,14 @@ class BucketServer:
         """The same, as variables of the environment."""
         if self.scheme == "gs":
             return {"GOOGLE_BASE_URL": self.url, "GOOGLE_BEARER_TOKEN": TOKEN}
+        if self.scheme == "az":
+            return {f"AZURE_STORAGE_{name.upper()}": value for name, value in self.client.items()}
         return {f"AWS_{name.upper()}": value for name, value in self.client.items()}
 
     @property
-    def store(self) -> S3Store | GCSStore:
+    def store(self) -> S3Store | GCSStore | AzureStore:
         """The bucket, to look into from outside."""
-        made = GCSStore if self.scheme == "gs" else S3Store
+        made = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[self.scheme]
         return made("bucket", client_options={"allow_http": True}, **self.client)
 
     def uploads(self) -> list[str]:
@@ -98,7 +103,7 @@ def _moto() -> Any:
 def serving_bucket(scheme: str = "s3") -> Generator[BucketServer]:
     """Runs a server."""
     s3 = _moto()
-    right = GoogleStorage(s3) if scheme == "gs" else s3
+    right = GoogleStorage(s3) if scheme == "gs" else AzureStorage() if scheme == "az" else s3
     told = BucketServer(scheme)
 
     def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
@@ -108,6 +113,8 @@ def serving_bucket(scheme: str = "s3") -> Generator[BucketServer]:
         if status is None:
             if told.page_keys and "list-type" in request.query:
                 environ["QUERY_STRING"] += f"&max-keys={told.page_keys}"
+            if told.page_keys and "comp=list" in request.query:
+                environ["QUERY_STRING"] += f"&maxresults={told.page_keys}"
             return right(environ, start_response)
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         start_response(f"{status} as told", [("Content-Length", "0")])
@@ -130,9 +137,10 @@ def serving_bucket(scheme: str = "s3") -> Generator[BucketServer]:
 
 def without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes this machine one that has no credentials, neither in the environment nor as a machine of a cloud."""
-    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_"))]:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", "/nowhere")
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("AZURE_MSI_ENDPOINT", "http://127.0.0.1:9/metadata/identity/oauth2/token")
     for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP"):
         monkeypatch.setenv(name, "127.0.0.1:9")

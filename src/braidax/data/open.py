@@ -52,8 +52,8 @@ def open(
     **Arguments:**
 
     - `path_or_object`: a file or folder, whose format is recognized from its contents (docs/sources.md lists them); a
-      pattern such as `"data/*.jsonl"`, or a list of files; the same as URLs: `s3://`, `gs://`, `http://`, `https://`; a
-      dict of arrays or one array; any object with `__len__` and `__getitem__`; or a `braidax.frame.Frame`, which is
+      pattern such as `"data/*.jsonl"`, or a list of files; the same as URLs: `s3://`, `gs://`, `az://`, `hf://`,
+      `http://`, `https://`; a dict of arrays or one array; any object with `__len__` and `__getitem__`; or a `braidax.frame.Frame`, which is
       computed now into a folder that goes with the source. Several files are one source, in the order of their names
       or of the list.
     - `image_size`: `(height, width)` in pixels to resize the leaf `"image"` to; encoded images are decoded.

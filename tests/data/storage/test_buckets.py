@@ -1,4 +1,4 @@
-"""Buckets of S3 and of Google Cloud Storage: servers on loopback, read with credentials from the environment."""
+"""Buckets of S3, Google Cloud Storage and Azure: servers on loopback, read with credentials from the environment."""
 
 import random
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ UNCACHED = Remote(cache_bytes=0)
 NOUGHT = np.array([0])
 
 
-@pytest.fixture(scope="module", params=["s3", "gs"])
+@pytest.fixture(scope="module", params=["s3", "gs", "az"])
 def filled(request: pytest.FixtureRequest) -> Iterator[BucketServer]:
     with serving_bucket(request.param) as running:
         for name, data in {**DATA, **OTHERS}.items():
@@ -134,7 +134,7 @@ def test_a_machine_without_credentials_is_told_so(
     filled: BucketServer, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     without_credentials(monkeypatch)
-    place = {name: value for name, value in filled.client.items() if name in ("base_url", "endpoint", "region")}
+    place = {name: value for name, value in filled.client.items() if name in ("base_url", "endpoint", "region", "account_name")}
     words = f"{filled.bucket}{where}: there are no credentials in the environment, and this machine has none of its own"
     with pytest.raises(FormatError, match=words):
         open_files(f"{filled.bucket}{where}", remote=Remote(client=place, retries=1))

@@ -101,8 +101,8 @@ def test_a_server_without_ranges_is_named() -> None:
 
 
 def test_a_scheme_that_is_not_known_is_named() -> None:
-    with pytest.raises(FormatError, match=r"az://x/y: cannot be read from az://; expected s3://, gs://, http://"):
-        list_files("az://x/y")
+    with pytest.raises(FormatError, match=r"ftp://x/y: cannot be read from ftp://; expected one of s3://, gs://, az://, hf"):
+        list_files("ftp://x/y")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Objects in S3, in Google Cloud Storage and on HTTP servers, through obstore: what is there, and ranges of it.
+"""Objects in S3, Google Cloud Storage, Azure and the Hub, and on HTTP servers, through obstore: ranges of what is there.
 
 Nothing of an object that was written anew is ever returned. Where a server heeds `If-Match`, each request carries the
 ETag that the object had when it was opened; elsewhere each reply is compared with it.
@@ -11,25 +11,32 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from braidax.data.storage.hugging_face import Repository, find_repository, repository_address, is_hugging_face, not_told
 from braidax.data.storage.options import Remote
 from braidax.errors import DataError, FormatError, ReadError
 from braidax.objects import Opener, address, first_line, lacks_bucket, lacks_credentials, status_of
 
-_SCHEMES = ("s3", "gs", "http", "https")
+SCHEMES = ("s3", "gs", "az", "hf", "http", "https")
 _NUM_PROBES = 32  # objects that are looked at concurrently
 _MAX_EXACT = 16  # objects of one data set that get a store, and so connections, of their own
 _NO_ETAG = '"braidax: no object has this ETag"'
 _TRANSIENT = (408, 425, 429)  # of the statuses below 500
 _REMEDY = (
-    "check them (for s3:// AWS_ACCESS_KEY_ID and its kin, for gs:// GOOGLE_APPLICATION_CREDENTIALS, for https:// the "
-    "signature in the URL), or pass others as Remote(client={…})"
+    "check them (for s3:// AWS_ACCESS_KEY_ID and its kin, for gs:// GOOGLE_APPLICATION_CREDENTIALS, for az:// "
+    "AZURE_STORAGE_ACCOUNT_NAME and its kin, for hf:// HF_TOKEN, for https:// the signature in the URL), or pass others "
+    "as Remote(client={…})"
 )
-_PURPOSE = "reading s3://, gs://, http:// and https:// URLs"
+_PURPOSE = "reading s3://, gs://, az://, hf://, http:// and https:// URLs"
 
 
 def is_url(where: object) -> bool:
     """Says whether something is the URL of an object, or of several."""
-    return isinstance(where, str) and where.partition("://")[0] in _SCHEMES and "://" in where
+    return isinstance(where, str) and where.partition("://")[0] in SCHEMES and "://" in where
+
+
+def place_of(url: str) -> tuple[str, str]:
+    """Returns the store of a URL, and the path in it. **Raises:** `FormatError` for one that names none."""
+    return repository_address(url) if is_hugging_face(url) else address(url)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,9 @@ class Stores:
         self._opener = Opener(
             remote.client, retries=remote.retries, timeout_seconds=remote.timeout_seconds, purpose=_PURPOSE
         )
+        self._timeout_seconds = remote.timeout_seconds
         self._stores: dict[str, Any] = {}
+        self._repositories: dict[str, Repository] = {}
 
     def open(self, urls: Sequence[str]) -> list[Object]:
         """Looks at objects: their sizes, ETags, and whether ranges of them can be read.
@@ -94,7 +103,7 @@ class Stores:
         return self.exact(found)
 
     def below(self, folder: str, *, is_deep: bool) -> tuple[list[Object], list[str]]:
-        """Returns the objects in a folder, sorted by name, and the names of its folders; `s3://` and `gs://` only.
+        """Returns the objects in a folder, sorted by name, and the names of its folders; not of HTTP servers.
 
         **Arguments:** `folder`: a URL that ends with a slash. `is_deep`: whether the objects in folders of it count;
         then no folders are named.
@@ -105,8 +114,10 @@ class Stores:
         if folder.startswith("http"):
             raise FormatError(
                 f"{folder}: an HTTP server cannot be asked which files it has; pass a list of their URLs, or read them "
-                "through s3:// or gs://"
+                "through s3://, gs://, az:// or hf://"
             )
+        if is_hugging_face(folder):
+            return self._below_repository(folder, prefix, is_deep=is_deep)
         place = prefix.rstrip("/") or None
         folders: list[str] = []
         try:
@@ -122,6 +133,15 @@ class Stores:
         found = [self._object(root + meta["path"], meta, store) for meta in metas if meta["path"].startswith(prefix)]
         return sorted(found, key=lambda item: item.url), folders
 
+    def _below_repository(self, folder: str, prefix: str, *, is_deep: bool) -> tuple[list[Object], list[str]]:
+        """Does so for a folder of the Hub, whose lists do not tell the ETags that its server has."""
+        root, _ = place_of(folder)
+        try:
+            files, folders = self._repositories[root].below(prefix.rstrip("/"), is_deep=is_deep)
+        except Exception as error:
+            raise not_told(folder, error) from error
+        return self.open([f"{root}/{path}" for path in sorted(files)]), [each.rpartition("/")[2] for each in folders]
+
     def exact(self, objects: Sequence[Object]) -> list[Object]:
         """Gives objects that were listed stores of their own, as `open` does, unless they are many."""
         if not objects or len(objects) > _MAX_EXACT:
@@ -130,9 +150,14 @@ class Stores:
             return list(threads.map(self._exact, objects))
 
     def _store(self, url: str) -> tuple[Any, str]:
-        root, path = address(url)
+        root, path = place_of(url)
         if root not in self._stores:
-            self._stores[root] = self._opener.open(root)
+            if is_hugging_face(url):
+                repository = find_repository(root, timeout_seconds=self._timeout_seconds)
+                self._repositories[root] = repository
+                self._stores[root] = self._opener.open(repository.url, repository.headers)
+            else:
+                self._stores[root] = self._opener.open(root)
         return self._stores[root], path
 
     def _open(self, url: str) -> Object:
@@ -154,10 +179,10 @@ class Stores:
         return self._object(url, meta, store)
 
     def _object(self, url: str, meta: Mapping[str, Any], store: Any) -> Object:
-        return Object(url, meta["size"], _etag(meta), _modified(meta), address(url)[1], store)
+        return Object(url, meta["size"], _etag(meta), _modified(meta), place_of(url)[1], store)
 
     def _exact(self, item: Object) -> Object:
-        if not item.size or not item.has_strong_etag:
+        if not item.size or not item.has_strong_etag or is_hugging_face(item.url):  # a commit stays as it is
             return item
         try:
             item.store.get(item.path, options={"range": (0, 1), "if_match": _NO_ETAG})

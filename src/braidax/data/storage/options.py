@@ -12,7 +12,7 @@ PAGE_BYTES = 1 << 12  # what the cache stores and checks as one
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """How objects behind `s3://`, `gs://`, `http://` and `https://` are read.
+    """How objects behind `s3://`, `gs://`, `az://`, `hf://`, `http://` and `https://` are read.
 
     **Arguments:** `cache_dir`: the folder of the cache on a local disk, shared by all processes; by default `braidax`
     in the user's cache folder. `cache_bytes`: what the cache may hold; 0 for none. `block_bytes`: what is fetched and
@@ -20,8 +20,8 @@ class Remote:
     else 4 KiB. `ahead_bytes`: what may be fetched ahead and held in memory until it is read. `retries`: of a request
     that fails, with growing random pauses between. `timeout_seconds`: how long a read may wait, retries included.
     `hedge_seconds`: after how long a request is issued a second time; by default after the 99th percentile of recent
-    ones; 0 for at once, `math.inf` for never. `client`: arguments for the client, obstore's `S3Store`, `GCSStore` or
-    `HTTPStore`: `{"endpoint": …, "region": …, "client_options": {…}, "credential_provider": …}`. Without them it
+    ones; 0 for at once, `math.inf` for never. `client`: arguments for the client, obstore's `S3Store`, `GCSStore`,
+    `AzureStore` or `HTTPStore`: `{"endpoint": …, "region": …, "client_options": {…}, "credential_provider": …}`. Without them it
     finds credentials and endpoints in the environment, as it always does.
 
     **Raises:** `ArgumentError` for a value that cannot work.

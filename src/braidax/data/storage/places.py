@@ -8,7 +8,7 @@ from pathlib import Path
 
 from braidax.data.storage.files import Files
 from braidax.data.storage.local import LocalFiles
-from braidax.data.storage.objects import Object, Stores, is_url
+from braidax.data.storage.objects import SCHEMES, Object, Stores, is_url, place_of
 from braidax.data.storage.options import Remote
 from braidax.data.storage.remote import RemoteFiles
 from braidax.errors import ArgumentError, FormatError
@@ -57,8 +57,8 @@ def list_files(where: Where | Sequence[Where], *, remote: Remote | None = None) 
     """Lists the files of a data set.
 
     **Arguments:** `where`: a local file; a folder, for the files in it, sorted by name, without hidden ones; a pattern
-    with `*`, `?`, `[…]` and `**`; a list of files; or the same as URLs: `s3://`, `gs://`, and of single files
-    `http://` and `https://`. Of a URL with folders `key=value` the files in all of its folders. `remote`: how URLs are
+    with `*`, `?`, `[…]` and `**`; a list of files; or the same as URLs: `s3://`, `gs://`, `az://`, `hf://`, and of
+    single files `http://` and `https://`. Of a URL with folders `key=value` the files in all of its folders. `remote`: how URLs are
     read.
 
     **Returns:** their paths or URLs.
@@ -91,7 +91,8 @@ def _found(where: Where | Sequence[Where], remote: Remote) -> tuple[Stores | Non
 def _local(where: str) -> list[str]:
     path, scheme = Path(where), re.match(r"([A-Za-z][A-Za-z0-9+.\-]*)://", where)
     if scheme:
-        raise FormatError(f"{where}: cannot be read from {scheme[1]}://; expected s3://, gs://, http:// or https://")
+        known = ", ".join(f"{each}://" for each in SCHEMES)
+        raise FormatError(f"{where}: cannot be read from {scheme[1]}://; expected one of {known}")
     if path.is_dir():
         found = sorted(str(item) for item in path.iterdir() if item.is_file() and not item.name.startswith("."))
         if not found:
@@ -116,7 +117,7 @@ def _remote(url: str, stores: Stores) -> list[str] | list[Object]:
         if not fitting:
             raise FormatError(f"{url}: none of {len(found)} objects fits this pattern; check it")
         return fitting
-    if not url.endswith("/") and url.count("/") > 2:
+    if not url.endswith("/") and (place_of(url)[1] or (url.startswith("http") and url.count("/") > 2)):
         try:
             return stores.open([url])
         except FormatError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 _SECONDS = 10.0
-_REASONS = {200: "OK", 206: "Partial Content", 403: "Forbidden", 404: "Not Found", 412: "Precondition Failed"}
+_REASONS = {200: "OK", 206: "Partial Content", 302: "Found", 403: "Forbidden", 404: "Not Found", 412: "Precondition Failed"}
 _REASONS |= {416: "Range Not Satisfiable", 500: "Internal Server Error", 503: "Service Unavailable"}
 
 
@@ -35,6 +35,8 @@ class Request:
 class Reply:
     """What is done with a request.
 
+    `location`: where the client is sent instead.
+
     `status`: instead of what is right; None for that. `delay_seconds`: before the reply, besides the server's own.
     `keep`: the part of the body that is sent before the connection is closed. `shorter`: bytes that the reply leaves
     out, and says so in its own headers. `missing`: bytes that it leaves out without saying so. `ignore_range`, `hang`:
@@ -42,6 +44,7 @@ class Reply:
     """
 
     status: int | None = None
+    location: str | None = None
     delay_seconds: float = 0.0
     keep: float = 1.0
     shorter: int = 0
@@ -135,6 +138,8 @@ class _Connection(asyncio.Protocol):
 
     def _answer(self, request: Request, reply: Reply) -> tuple[int, dict[str, str], bytes]:
         server = self._server
+        if reply.location is not None:
+            return 302, {"Location": reply.location}, b""
         if reply.status is not None:
             return reply.status, {}, b"the server was told to fail"
         if request.path not in server.objects:
