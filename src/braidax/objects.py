@@ -44,9 +44,9 @@ def address(url: str) -> tuple[str, str]:
 class Opener:
     """Opens stores.
 
-    **Arguments:** `client`: what obstore's `S3Store`, `GCSStore`, `AzureStore` or `HTTPStore` takes; what is not there it finds in
-    the environment. `retries`: of a request that fails. `timeout_seconds`: the limit of a request, retries included.
-    `purpose`: what needs it, for the error where obstore is missing.
+    **Arguments:** `client`: what obstore's `S3Store`, `GCSStore`, `AzureStore` or `HTTPStore` takes; what is not there
+    it finds in the environment. `retries`: of a request that fails. `timeout_seconds`: the limit of a request, retries
+    included. `purpose`: what needs it, for the error where obstore is missing.
 
     **Raises:** `MissingExtra`.
     """

@@ -14,7 +14,18 @@ from tests.support.tree import SRC, modules
 MAX_MODULES = 650  # beyond those of JAX; from compiled files each takes about half a millisecond
 FOREIGN = {"absl", "jax", "jaxtyping", "numpy", "optax", "xxhash"}  # what `import braidax` loads that is installed
 IMAGES = {"cv2", "numba", "PIL", "simplejpeg"}
-TABLES = {"array_record", "datasets", "google", "huggingface_hub", "msgspec", "obstore", "pandas", "polars", "pyarrow", "tokenizers", "zstandard"}
+TABLES = {
+    "array_record",
+    "datasets",
+    "google",
+    "huggingface_hub",
+    "msgspec",
+    "obstore",
+    "pandas",
+    "polars",
+    "pyarrow",
+    "tokenizers",
+}
 CLUSTERS = {"dask", "ray", "ucp"}
 MODELS = {"equinox", "flax", "sklearn", "torch"}
 REPORTS = {"matplotlib", "rich", "tensorboard", "tensorboardX", "typer"}

@@ -1,4 +1,4 @@
-"""A server of S3, Google Cloud Storage or Azure on loopback that notes what it is asked, and answers otherwise if told so."""
+"""A server of S3, Google Cloud Storage or Azure on loopback that notes requests, and answers otherwise if told so."""
 
 import contextlib
 import functools
@@ -39,8 +39,8 @@ class Request(NamedTuple):
 class BucketServer:
     """The server, with an empty bucket `bucket`.
 
-    `scheme`: `s3`, `gs` or `az`. These may be changed: `answer`, a status, None for what is right; `page_keys`, how many
-    objects a list holds before it is to be continued, None for as many as the server likes.
+    `scheme`: `s3`, `gs` or `az`. These may be changed: `answer`, a status, None for what is right; `page_keys`, how
+    many objects a list holds before it is to be continued, None for as many as the server likes.
     """
 
     scheme: str = "s3"
@@ -48,6 +48,7 @@ class BucketServer:
     requests: list[Request] = field(default_factory=list)
     answer: Callable[[Request], int | None] = lambda request: None
     page_keys: int | None = None
+    azure: AzureStorage | None = None
 
     @property
     def bucket(self) -> str:
@@ -78,6 +79,13 @@ class BucketServer:
         made = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[self.scheme]
         return made("bucket", client_options={"allow_http": True}, **self.client)
 
+    def delete(self, name: str) -> None:
+        """Removes an object."""
+        if self.azure is None:
+            self.store.delete(name)
+        else:
+            self.azure.delete(name)  # obstore asks Azure for many at once, in a form of its own
+
     def uploads(self) -> list[str]:
         """Returns the names of the objects that were asked for to be stored, parts not counted."""
         return [each.path.rpartition("/")[2] for each in self.requests if each.method == "PUT" and not each.query]
@@ -103,8 +111,8 @@ def _moto() -> Any:
 def serving_bucket(scheme: str = "s3") -> Generator[BucketServer]:
     """Runs a server."""
     s3 = _moto()
-    right = GoogleStorage(s3) if scheme == "gs" else AzureStorage() if scheme == "az" else s3
-    told = BucketServer(scheme)
+    told = BucketServer(scheme, azure=AzureStorage() if scheme == "az" else None)
+    right = GoogleStorage(s3) if scheme == "gs" else told.azure or s3
 
     def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         request = Request(environ["REQUEST_METHOD"], environ["PATH_INFO"], environ.get("QUERY_STRING", ""))

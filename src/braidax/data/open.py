@@ -53,9 +53,9 @@ def open(
 
     - `path_or_object`: a file or folder, whose format is recognized from its contents (docs/sources.md lists them); a
       pattern such as `"data/*.jsonl"`, or a list of files; the same as URLs: `s3://`, `gs://`, `az://`, `hf://`,
-      `http://`, `https://`; a dict of arrays or one array; any object with `__len__` and `__getitem__`; or a `braidax.frame.Frame`, which is
-      computed now into a folder that goes with the source. Several files are one source, in the order of their names
-      or of the list.
+      `http://`, `https://`; a dict of arrays or one array; any object with `__len__` and `__getitem__`; or a
+      `braidax.frame.Frame`, which is computed now into a folder that goes with the source. Several files are one
+      source, in the order of their names or of the list.
     - `image_size`: `(height, width)` in pixels to resize the leaf `"image"` to; encoded images are decoded.
     - `decode`: how an image folder resizes, `"fast"` (the default) or `"exact"`; see `braidax.data.decoded`.
     - `split`: `"train"` (the default) or `"test"`, where a format has splits.

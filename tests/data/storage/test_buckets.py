@@ -83,7 +83,7 @@ def test_an_object_that_was_written_anew_is_an_error(server: BucketServer, num_o
     server.store.put("changing", b"other")
     with pytest.raises(FormatError, match=rf"{server.bucket}/changing: changed while it was open: .*\(412\)"):
         files.read(Ranges(NOUGHT, NOUGHT, NOUGHT + 5))
-    server.store.delete("changing")
+    server.delete("changing")
     with pytest.raises(FormatError, match=rf"{server.bucket}/changing: there is no such object \(404\)"):
         files.read(Ranges(NOUGHT, NOUGHT, NOUGHT + 5))
 
@@ -134,7 +134,11 @@ def test_a_machine_without_credentials_is_told_so(
     filled: BucketServer, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     without_credentials(monkeypatch)
-    place = {name: value for name, value in filled.client.items() if name in ("base_url", "endpoint", "region", "account_name")}
+    place = {
+        name: value
+        for name, value in filled.client.items()
+        if name in ("base_url", "endpoint", "region", "account_name")
+    }
     words = f"{filled.bucket}{where}: there are no credentials in the environment, and this machine has none of its own"
     with pytest.raises(FormatError, match=words):
         open_files(f"{filled.bucket}{where}", remote=Remote(client=place, retries=1))

@@ -101,7 +101,9 @@ def test_a_server_without_ranges_is_named() -> None:
 
 
 def test_a_scheme_that_is_not_known_is_named() -> None:
-    with pytest.raises(FormatError, match=r"ftp://x/y: cannot be read from ftp://; expected one of s3://, gs://, az://, hf"):
+    with pytest.raises(
+        FormatError, match=r"ftp://x/y: cannot be read from ftp://; expected one of s3://, gs://, az://, hf"
+    ):
         list_files("ftp://x/y")
 
 

@@ -9,7 +9,8 @@
 #define MADV_POPULATE_READ 22 /* of Linux 5.14 */
 #endif
 
-enum { PIECE = 8 << 20, LOOKED_AT = 64 }; /* bytes that are brought at a time; pages that say whether any is missing */
+enum { PIECE = 2 << 20, THREADS = 4 }; /* bytes that are brought at a time, and who does so */
+enum { LOOKED_AT = 64 };                /* pages that say whether any is missing */
 
 static double now(void) {
     struct timespec at;
@@ -36,6 +37,13 @@ typedef struct {
     int is_left; /* whether some of them stay where they are */
 } pieces;
 
+/* Reads a byte of each page. On a virtual machine, whose host maps what the disk has written when it is first read, this
+ * takes as long as to copy the page; here it takes it while the disk reads. */
+static void touch_pages(const char *data, size_t size) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    for (size_t at = 0; at < size; at += page) (void)*(volatile const char *)(data + at);
+}
+
 /* Takes one piece after the other until none is left. Each is read and mapped at once. */
 static void *bring_some(void *given) {
     pieces *all = given;
@@ -43,24 +51,31 @@ static void *bring_some(void *given) {
         size_t at = __atomic_fetch_add(&all->next, PIECE, __ATOMIC_RELAXED);
         if (at >= all->size) return NULL;
         size_t size = all->size - at < PIECE ? all->size - at : PIECE;
-        if (now() <= all->end && madvise((void *)(all->data + at), size, MADV_POPULATE_READ) == 0) continue;
+        if (now() <= all->end && madvise((void *)(all->data + at), size, MADV_POPULATE_READ) == 0) {
+            touch_pages(all->data + at, size);
+            continue;
+        }
         __atomic_store_n(&all->is_left, 1, __ATOMIC_RELAXED);
         return NULL;
     }
 }
 
-/* Returns whether nothing is left to bring. Two threads do it: while one maps what has come, the disk reads for the other. */
+/* Returns whether nothing is left to bring. Several threads do it: while one maps and touches what has come, the disk reads
+ * for the others. */
 static int bring_pieces(const char *data, size_t size, double seconds) {
     pieces all = {.data = data, .size = size, .end = now() + seconds};
     if (!is_missing(data, size)) return 1;
     sigset_t none, before;
     sigfillset(&none);
     pthread_sigmask(SIG_BLOCK, &none, &before); /* signals are for threads of Python */
-    pthread_t other;
-    int is_alone = size <= PIECE || pthread_create(&other, NULL, bring_some, &all) != 0;
+    pthread_t others[THREADS - 1];
+    int num_others = 0;
+    while (num_others < THREADS - 1 && (size_t)num_others < (size - 1) / PIECE &&
+           pthread_create(&others[num_others], NULL, bring_some, &all) == 0)
+        num_others++;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     bring_some(&all);
-    if (!is_alone) pthread_join(other, NULL);
+    while (num_others) pthread_join(others[--num_others], NULL);
     return !all.is_left;
 }
 #else

@@ -9,14 +9,9 @@ from braidax.errors import FormatError, import_extra
 
 _KINDS = {"datasets": "dataset", "spaces": "space", "models": "model", None: "model"}
 _REPOSITORY = re.compile(
-    r"hf://(?:(?P<kind>datasets|models|spaces)/)?(?P<id>[^/@]+/[^/@]+)"
+    r"hf://(?:(?P<kind>datasets|models|spaces)/)?(?P<id>(?!(?:datasets|models|spaces)/)[^/@]+/[^/@]+)"
     r"(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/|$)"
 )
-
-
-def is_hugging_face(url: str) -> bool:
-    """Says whether a URL is one of the Hub."""
-    return url.startswith("hf://")
 
 
 def repository_address(url: str) -> tuple[str, str]:
@@ -44,7 +39,7 @@ class Repository(NamedTuple):
     named: Mapping[str, str]
 
     def below(self, folder: str, *, is_deep: bool) -> tuple[list[str], list[str]]:
-        """Returns the paths of the files in a folder of the repository, and of its folders. **Raises:** what it does."""
+        """Returns the paths of the files in a folder, and of its folders. **Raises:** what the library does."""
         files, folders = list[str](), list[str]()
         for item in self.api.list_repo_tree(path_in_repo=folder or None, recursive=is_deep, **self.named):
             (files if hasattr(item, "size") else folders).append(item.path)
@@ -54,8 +49,8 @@ class Repository(NamedTuple):
 def find_repository(root: str, *, timeout_seconds: float) -> Repository:
     """Finds out at which commit a repository is now: all of it is read from there.
 
-    **Arguments:** `root`: as `repository_address` returns it. The server is that of `HF_ENDPOINT`, and the token that of
-    `HF_TOKEN` or of `hf auth login`.
+    **Arguments:** `root`: as `repository_address` returns it. The server is that of `HF_ENDPOINT`, and the token that
+    of `HF_TOKEN` or of `hf auth login`.
 
     **Raises:** `MissingExtra`, `FormatError` for one that is not there, or not for everybody.
     """

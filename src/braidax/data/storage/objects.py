@@ -1,4 +1,4 @@
-"""Objects in S3, Google Cloud Storage, Azure and the Hub, and on HTTP servers, through obstore: ranges of what is there.
+"""Objects in S3, Google Cloud Storage, Azure and the Hub, and on HTTP servers, through obstore: ranges of them.
 
 Nothing of an object that was written anew is ever returned. Where a server heeds `If-Match`, each request carries the
 ETag that the object had when it was opened; elsewhere each reply is compared with it.
@@ -9,12 +9,14 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from braidax.data.storage.hugging_face import Repository, find_repository, repository_address, is_hugging_face, not_told
 from braidax.data.storage.options import Remote
 from braidax.errors import DataError, FormatError, ReadError
 from braidax.objects import Opener, address, first_line, lacks_bucket, lacks_credentials, status_of
+
+if TYPE_CHECKING:
+    from braidax.data.storage.hugging_face import Repository
 
 SCHEMES = ("s3", "gs", "az", "hf", "http", "https")
 _NUM_PROBES = 32  # objects that are looked at concurrently
@@ -23,8 +25,8 @@ _NO_ETAG = '"braidax: no object has this ETag"'
 _TRANSIENT = (408, 425, 429)  # of the statuses below 500
 _REMEDY = (
     "check them (for s3:// AWS_ACCESS_KEY_ID and its kin, for gs:// GOOGLE_APPLICATION_CREDENTIALS, for az:// "
-    "AZURE_STORAGE_ACCOUNT_NAME and its kin, for hf:// HF_TOKEN, for https:// the signature in the URL), or pass others "
-    "as Remote(client={…})"
+    "AZURE_STORAGE_ACCOUNT_NAME and its kin, for hf:// HF_TOKEN, for https:// the signature in the URL), or pass "
+    "others as Remote(client={…})"
 )
 _PURPOSE = "reading s3://, gs://, az://, hf://, http:// and https:// URLs"
 
@@ -36,7 +38,15 @@ def is_url(where: object) -> bool:
 
 def place_of(url: str) -> tuple[str, str]:
     """Returns the store of a URL, and the path in it. **Raises:** `FormatError` for one that names none."""
-    return repository_address(url) if is_hugging_face(url) else address(url)
+    if not _is_hugging_face(url):
+        return address(url)
+    from braidax.data.storage.hugging_face import repository_address
+
+    return repository_address(url)
+
+
+def _is_hugging_face(url: str) -> bool:
+    return url.startswith("hf://")
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ class Stores:
         )
         self._timeout_seconds = remote.timeout_seconds
         self._stores: dict[str, Any] = {}
-        self._repositories: dict[str, Repository] = {}
+        self._repositories: dict[str, Repository] = {}  # of Hugging Face
 
     def open(self, urls: Sequence[str]) -> list[Object]:
         """Looks at objects: their sizes, ETags, and whether ranges of them can be read.
@@ -116,7 +126,7 @@ class Stores:
                 f"{folder}: an HTTP server cannot be asked which files it has; pass a list of their URLs, or read them "
                 "through s3://, gs://, az:// or hf://"
             )
-        if is_hugging_face(folder):
+        if _is_hugging_face(folder):
             return self._below_repository(folder, prefix, is_deep=is_deep)
         place = prefix.rstrip("/") or None
         folders: list[str] = []
@@ -135,6 +145,8 @@ class Stores:
 
     def _below_repository(self, folder: str, prefix: str, *, is_deep: bool) -> tuple[list[Object], list[str]]:
         """Does so for a folder of the Hub, whose lists do not tell the ETags that its server has."""
+        from braidax.data.storage.hugging_face import not_told
+
         root, _ = place_of(folder)
         try:
             files, folders = self._repositories[root].below(prefix.rstrip("/"), is_deep=is_deep)
@@ -152,7 +164,9 @@ class Stores:
     def _store(self, url: str) -> tuple[Any, str]:
         root, path = place_of(url)
         if root not in self._stores:
-            if is_hugging_face(url):
+            if _is_hugging_face(url):
+                from braidax.data.storage.hugging_face import find_repository
+
                 repository = find_repository(root, timeout_seconds=self._timeout_seconds)
                 self._repositories[root] = repository
                 self._stores[root] = self._opener.open(repository.url, repository.headers)
@@ -182,7 +196,7 @@ class Stores:
         return Object(url, meta["size"], _etag(meta), _modified(meta), place_of(url)[1], store)
 
     def _exact(self, item: Object) -> Object:
-        if not item.size or not item.has_strong_etag or is_hugging_face(item.url):  # a commit stays as it is
+        if not item.size or not item.has_strong_etag or _is_hugging_face(item.url):  # a commit stays as it is
             return item
         try:
             item.store.get(item.path, options={"range": (0, 1), "if_match": _NO_ETAG})

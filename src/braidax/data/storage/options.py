@@ -21,8 +21,8 @@ class Remote:
     that fails, with growing random pauses between. `timeout_seconds`: how long a read may wait, retries included.
     `hedge_seconds`: after how long a request is issued a second time; by default after the 99th percentile of recent
     ones; 0 for at once, `math.inf` for never. `client`: arguments for the client, obstore's `S3Store`, `GCSStore`,
-    `AzureStore` or `HTTPStore`: `{"endpoint": …, "region": …, "client_options": {…}, "credential_provider": …}`. Without them it
-    finds credentials and endpoints in the environment, as it always does.
+    `AzureStore` or `HTTPStore`: `{"endpoint": …, "region": …, "client_options": {…}, "credential_provider": …}`.
+    Without them it finds credentials and endpoints in the environment, as it always does.
 
     **Raises:** `ArgumentError` for a value that cannot work.
     """

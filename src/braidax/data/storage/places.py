@@ -58,8 +58,8 @@ def list_files(where: Where | Sequence[Where], *, remote: Remote | None = None) 
 
     **Arguments:** `where`: a local file; a folder, for the files in it, sorted by name, without hidden ones; a pattern
     with `*`, `?`, `[…]` and `**`; a list of files; or the same as URLs: `s3://`, `gs://`, `az://`, `hf://`, and of
-    single files `http://` and `https://`. Of a URL with folders `key=value` the files in all of its folders. `remote`: how URLs are
-    read.
+    single files `http://` and `https://`. Of a URL with folders `key=value` the files in all of its folders. `remote`:
+    how URLs are read.
 
     **Returns:** their paths or URLs.
 

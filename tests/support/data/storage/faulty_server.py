@@ -14,7 +14,14 @@ from pathlib import Path
 from urllib.parse import unquote
 
 _SECONDS = 10.0
-_REASONS = {200: "OK", 206: "Partial Content", 302: "Found", 403: "Forbidden", 404: "Not Found", 412: "Precondition Failed"}
+_REASONS = {
+    200: "OK",
+    206: "Partial Content",
+    302: "Found",
+    403: "Forbidden",
+    404: "Not Found",
+    412: "Precondition Failed",
+}
 _REASONS |= {416: "Range Not Satisfiable", 500: "Internal Server Error", 503: "Service Unavailable"}
 
 
