@@ -107,6 +107,14 @@ def test_the_token_is_told_to_the_hub_alone(hub: Server) -> None:
     assert not any("authorization" in request.headers for request in cdn.requests)
 
 
+def test_files_that_do_not_fit_are_not_asked_for(hub: Server) -> None:
+    files = open_files(f"{REPOSITORY}/train/*.jsonl", remote=UNCACHED)
+    assert [name.rpartition("/")[2] for name in files.names] == ["1 a.jsonl", "2.jsonl"]
+    assert list(files.sizes) == [len(FILES["train/1 a.jsonl"]), len(FILES["train/2.jsonl"])]
+    asked = {request.path.rpartition("/")[2] for request in hub.requests if "/resolve/" in request.path}
+    assert asked == {"1 a.jsonl", "2.jsonl"}
+
+
 def test_all_is_read_from_one_commit(hub: Server) -> None:
     files = open_files(f"{REPOSITORY}/README.md", remote=UNCACHED)
     hub.objects["api/datasets/who/what/revision/main"] = json.dumps({"id": "who/what", "sha": OLDER}).encode()

@@ -38,12 +38,15 @@ class Repository(NamedTuple):
     api: Any
     named: Mapping[str, str]
 
-    def below(self, folder: str, *, is_deep: bool) -> tuple[list[str], list[str]]:
-        """Returns the paths of the files in a folder, and of its folders. **Raises:** what the library does."""
-        files, folders = list[str](), list[str]()
+    def below(self, folder: str, *, is_deep: bool) -> tuple[dict[str, int], list[str]]:
+        """Returns the sizes of files in a folder, by paths, and its folders. **Raises:** what the library does."""
+        sizes, folders = dict[str, int](), list[str]()
         for item in self.api.list_repo_tree(path_in_repo=folder or None, recursive=is_deep, **self.named):
-            (files if hasattr(item, "size") else folders).append(item.path)
-        return files, folders
+            if hasattr(item, "size"):
+                sizes[item.path] = item.size
+            else:
+                folders.append(item.path)
+        return sizes, folders
 
 
 def find_repository(root: str, *, timeout_seconds: float) -> Repository:

@@ -108,9 +108,7 @@ class Stores:
         """
         for url in urls:
             self._store(url)
-        with ThreadPoolExecutor(max(1, min(_NUM_PROBES, len(urls)))) as threads:
-            found = list(threads.map(self._open, urls))
-        return self.exact(found)
+        return self.exact(self._look_at(urls))
 
     def below(self, folder: str, *, is_deep: bool) -> tuple[list[Object], list[str]]:
         """Returns the objects in a folder, sorted by name, and the names of its folders; not of HTTP servers.
@@ -144,18 +142,22 @@ class Stores:
         return sorted(found, key=lambda item: item.url), folders
 
     def _below_repository(self, folder: str, prefix: str, *, is_deep: bool) -> tuple[list[Object], list[str]]:
-        """Does so for a folder of the Hub, whose lists do not tell the ETags that its server has."""
+        """Does so for a folder of the Hub. Its lists tell no ETags: objects have none until `exact` looks at them."""
         from braidax.data.storage.hugging_face import not_told
 
         root, _ = place_of(folder)
         try:
-            files, folders = self._repositories[root].below(prefix.rstrip("/"), is_deep=is_deep)
+            sizes, folders = self._repositories[root].below(prefix.rstrip("/"), is_deep=is_deep)
         except Exception as error:
             raise not_told(folder, error) from error
-        return self.open([f"{root}/{path}" for path in sorted(files)]), [each.rpartition("/")[2] for each in folders]
+        store = self._stores[root]
+        found = [Object(f"{root}/{path}", size, "", "", path, store) for path, size in sorted(sizes.items())]
+        return found, [path.rpartition("/")[2] for path in folders]
 
     def exact(self, objects: Sequence[Object]) -> list[Object]:
         """Gives objects that were listed stores of their own, as `open` does, unless they are many."""
+        if any(_is_hugging_face(item.url) and not item.stamp for item in objects):
+            return self._look_at([item.url for item in objects])
         if not objects or len(objects) > _MAX_EXACT:
             return list(objects)
         with ThreadPoolExecutor(len(objects)) as threads:
@@ -173,6 +175,10 @@ class Stores:
             else:
                 self._stores[root] = self._opener.open(root)
         return self._stores[root], path
+
+    def _look_at(self, urls: Sequence[str]) -> list[Object]:
+        with ThreadPoolExecutor(max(1, min(_NUM_PROBES, len(urls)))) as threads:
+            return list(threads.map(self._open, urls))
 
     def _open(self, url: str) -> Object:
         store, path = self._store(url)
