@@ -7,6 +7,7 @@ import random
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -205,3 +206,30 @@ def test_files_travel_to_other_processes(paths: list[Path]) -> None:
     files = pickle.loads(pickle.dumps(LocalFiles(paths)))
     assert list(files.sizes) == [len(DATA), 1000]
     assert bytes(files.read(ranges([(0, 5, 10)]))[0]) == DATA[5:15]
+
+
+def test_files_that_are_all_in_memory_are_not_asked_for_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the disk is asked for ahead is none of the quiet: those reads did not wait because of it."""
+    waits, is_read = [0], [False]
+
+    def ask(*place: Any) -> None:
+        waits[0] += is_read[0]
+
+    monkeypatch.setattr(local, "_num_waits", lambda: waits[0])
+    monkeypatch.setattr(local, "ask_ahead", ask)
+    (tmp_path / "a").write_bytes(bytes(100))
+    files = LocalFiles([tmp_path / "a"])
+    one = np.array([0])
+    files._ahead.saw(5, 5)
+    for _ in range(20):
+        is_read[0] = True
+        files.prepare(Ranges(one, one, one + 9))
+        is_read[0] = False
+        files.read(Ranges(one, one, one + 9))
+        assert files.is_cold
+    for _ in range(7):  # with the last of those above
+        assert files.is_cold
+        files.read(Ranges(one, one, one + 9))
+    assert not files.is_cold

@@ -155,6 +155,12 @@ def test_chunks_that_lie_are_not_believed() -> None:
     places = np.zeros(2, np.int64)
     assert [*map(bytes, record_contents(joined([good, packed]), places))] == [b"abc", b"abc"]
     assert record_contents(joined([good, wrong[-1]]), places) == [b"abc", None]
+    rows = np.zeros((2, 8), np.int64)
+    jumping = wrapped(b"z\x5a\3\3", num_bytes=3)  # its values would begin in the chunk behind it, where there is a 3
+    chunks_of_two = joined([jumping, wrapped(b"\3" * 9)])
+    data = chunks_of_two.data.copy()
+    BINDING.unwrap(data, chunks_of_two.starts, chunks_of_two.lengths, places, rows)
+    assert rows[:, 0].tolist() == [-1, -1]
     with pytest.raises(ValueError, match="expected chunks that are in the data, and a row for each"):
         BINDING.unwrap(np.zeros(9, np.uint8), places, places + 10, places, np.zeros((2, 8), np.int64))
     with pytest.raises(ValueError, match="expected chunks that are in the data"):
