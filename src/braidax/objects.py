@@ -124,7 +124,7 @@ def _is_plain(root: str, given: Mapping[str, Any]) -> bool:
     """
     if root.startswith("gs://"):
         return True
-    names = _ENDPOINTS[root[:2]] if root[:5] in ("s3://", "az://") else ()
+    names = _ENDPOINTS.get(root.partition("://")[0], ())
     config = {**dict(given.get("config") or {}), **given}
     ends = [str(value) for name, value in config.items() if str(name).lower() in names]
     ends += [os.environ.get(name.upper(), "") for name in names[1:]]

@@ -72,7 +72,7 @@ def how_far(
 
 
 def _power_of_two(most: int, num_bytes: int) -> int:
-    """Returns how many batches of so many bytes are read at once, at most: each growth is another program."""
+    """Returns how many batches of so many bytes are read at once, at most: a power of two."""
     return 1 << min(max(_FEWEST, most), _MOST_BYTES // num_bytes).bit_length() >> 1
 
 

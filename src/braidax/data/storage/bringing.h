@@ -38,7 +38,7 @@ typedef struct {
 } pieces;
 
 /* Reads a byte of each page. On a virtual machine, whose host maps what the disk has written when it is first read, this
- * takes as long as to copy the page; here it takes it while the disk reads. */
+ * takes long; here it does so while the disk reads for others. */
 static void touch_pages(const char *data, size_t size) {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     for (size_t at = 0; at < size; at += page) (void)*(volatile const char *)(data + at);

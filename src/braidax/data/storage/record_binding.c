@@ -28,6 +28,18 @@ static int are_inside(const int64_t *starts, const int64_t *lengths, size_t coun
     return 1;
 }
 
+/* Reads a number of 7 bits a byte, of so many bits at most, in whole bytes. */
+static inline int read_varint(const uint8_t **at, const uint8_t *stop, int bits, uint64_t *number) {
+    *number = 0;
+    for (int shift = 0; shift < bits; shift += 7) {
+        if (*at == stop) return 0;
+        uint8_t byte = *(*at)++;
+        *number |= (uint64_t)(byte & 0x7f) << shift;
+        if (byte < 0x80) return 1;
+    }
+    return 0;
+}
+
 #include "padding.h"
 
 #include "taking.h"
@@ -162,17 +174,10 @@ typedef struct {
 
 /* Reads a length, of bytes that are there. */
 static inline int read_length(const uint8_t **at, const uint8_t *stop, size_t *length) {
-    uint64_t value = 0;
-    for (int shift = 0; shift < 35; shift += 7) {
-        if (*at == stop) return 0;
-        uint8_t byte = *(*at)++;
-        value |= (uint64_t)(byte & 0x7f) << shift;
-        if (byte < 0x80) {
-            *length = (size_t)value;
-            return value <= (uint64_t)(stop - *at);
-        }
-    }
-    return 0;
+    uint64_t value;
+    if (!read_varint(at, stop, 35, &value)) return 0;
+    *length = (size_t)value;
+    return value <= (uint64_t)(stop - *at);
 }
 
 /* Moves `at` to the bytes of a field that has this tag and reaches to `stop`. */
@@ -201,14 +206,8 @@ static column *find(reader *with, size_t place, const uint8_t *name, size_t leng
 static int read_integers(const uint8_t *at, const uint8_t *stop, const column *one, char *out) {
     size_t width = one->form == 'i' ? 4 : 8;
     for (size_t i = 0; i < one->count; i++, out += width) {
-        uint64_t value = 0;
-        int shift = 0;
-        for (;; shift += 7) {
-            if (at == stop || shift > 63) return 0;
-            uint8_t byte = *at++;
-            value |= (uint64_t)(byte & 0x7f) << shift;
-            if (byte < 0x80) break;
-        }
+        uint64_t value;
+        if (!read_varint(&at, stop, 70, &value)) return 0;
         int64_t whole = (int64_t)value;
         int32_t half = (int32_t)whole;
         if (width == 4 && half != whole) return 0;

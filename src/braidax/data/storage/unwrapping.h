@@ -32,18 +32,6 @@ static size_t without_block_headers(uint8_t *at, size_t size, uint64_t place) {
     return kept;
 }
 
-/* Reads a number of 7 bits a byte. */
-static int read_number(const uint8_t **at, const uint8_t *stop, uint64_t *number) {
-    *number = 0;
-    for (int shift = 0; shift < 63; shift += 7) {
-        if (*at == stop) return 0;
-        uint8_t byte = *(*at)++;
-        *number |= (uint64_t)(byte & 0x7f) << shift;
-        if (byte < 0x80) return 1;
-    }
-    return 0;
-}
-
 /* Takes a chunk of `size` bytes, which begins at `place` in its file, out of its wrapping. */
 static void unwrap_chunk(uint8_t *chunk, size_t size, uint64_t place, const uint8_t *data, parts *found) {
     uint64_t header[5], number; /* hash of the others, bytes, their hash, type and records, bytes of records */
@@ -56,11 +44,11 @@ static void unwrap_chunk(uint8_t *chunk, size_t size, uint64_t place, const uint
     const uint8_t *at = chunk + CHUNK_HEADER, *stop = at + header[1];
     if (highway64(riegeli_key, at, (size_t)header[1], 0) != header[2] || at == stop) return;
     uint8_t compression = *at++;
-    if ((compression != 0 && compression != 'z') || !read_number(&at, stop, &number) || number > (uint64_t)(stop - at)) return;
+    if ((compression != 0 && compression != 'z') || !read_varint(&at, stop, 63, &number) || number > (uint64_t)(stop - at)) return;
     const uint8_t *sizes = at, *values = at + number;
     uint64_t sizes_bytes = number, values_bytes = (uint64_t)(stop - values);
     at = values;
-    if (compression && (!read_number(&sizes, at, &sizes_bytes) || !read_number(&values, stop, &values_bytes))) return;
+    if (compression && (!read_varint(&sizes, at, 63, &sizes_bytes) || !read_varint(&values, stop, 63, &values_bytes))) return;
     if (values_bytes != header[4]) return;
     *found = (parts){compression,    (int64_t)(header[3] >> 8), (int64_t)header[4], sizes - data,
                      at - sizes,     values - data,             stop - values,      (int64_t)sizes_bytes};

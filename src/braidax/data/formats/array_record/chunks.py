@@ -89,7 +89,8 @@ def _list_place(files: Files, number: int, place: int) -> int:
 def _listed(files: Files, number: int, place: int, stop: int) -> NDArray[np.int64]:
     """Returns the places that the list of chunks holds. **Raises:** `ValueError`, `IndexError` for any other list."""
     sizes, values = _whole(files, number, place, stop)
-    head = int(int64s([sizes[:10]])[0][0]) if len(sizes) >= 10 else int(int64s([sizes])[0][0])
+    ends = np.flatnonzero(np.frombuffer(sizes, np.uint8, min(len(sizes), 10)) < 0x80)  # of numbers; 10 bytes at most
+    head = int(int64s([sizes[: ends[0] + 1]])[0][0])
     about = int64s([values[:head]])[0].tolist()
     count = about[5]
     if about[:1] != [10] or about[2:5] != [8, _VERSION, 16] or about[6:8] != [24, count]:

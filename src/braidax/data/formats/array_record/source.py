@@ -78,14 +78,9 @@ class ArrayRecordSource(Source):
     def payloads(self, indices: Indices) -> list[Bytes]:
         """Returns the bytes of records, int64 `[n]`, that are known to be there."""
         ranges = self._ranges(indices)
-        found: list[Bytes | None] = [None] * len(indices)
         ours = _with_bytes(ranges)
-        if len(ours.file) == len(found):
-            found = record_contents(read_joined(self._files, ours), ours.offset)
-        elif len(ours.file):
-            contents = record_contents(read_joined(self._files, ours), ours.offset)
-            for row, content in zip(np.flatnonzero(ranges.length).tolist(), contents, strict=True):
-                found[row] = content
+        contents = iter(record_contents(read_joined(self._files, ours), ours.offset))
+        found = [next(contents) if length else None for length in ranges.length.tolist()]
         left = [row for row, content in enumerate(found) if content is None]
         if left:
             self._read_by_library(indices, ranges.file, np.array(left), found)
